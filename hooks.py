@@ -1,0 +1,486 @@
+"""How does the full matrix appear before it is used, and how does its gradient leave?
+
+Before this file: partition.py (who owns which matrix). After it: dmuon.py (the public API on top).
+
+A hook boundary is a module, usually one transformer layer. Its dedicated matrices are grouped by owner; each group
+has one packed buffer, a flat tensor that one broadcast fills and whose views are the full parameters. Between steps
+the buffer has no storage. The life of one buffer, in the order of the numbered comments below:
+
+  1 fill     the storage comes back, the owner copies its owned data in, an asynchronous broadcast is issued
+  2 view     the broadcast is waited for, the modules hold the full parameters
+  3 compute  the forward runs; the next boundary's broadcast is already in flight (prefetch)
+  4 free     Z3: the storage goes; Z2: it stays for the backward; either way the modules hold `sharded` again
+  5 refill   Z3, before the boundary's backward: as 1 and 2; tensors that autograd saved are views and valid again
+  6 compute  the backward runs; the previous boundary's broadcast is in flight
+  7 reduce   all gradients are in: they are packed into one flat tensor and averaged to the owner
+  8 free     the storage goes, and with it every trace of the full matrix on the ranks that do not own it
+
+      boundary layers.3                     what `module._parameters["weight"]` is on a rank
+   owner 0  [ q_proj | k_proj ]             between steps    owner: owned data, others: placeholder (numel 0)
+   owner 1  [ up_proj         ]             in fwd and bwd   a view of the packed buffer, on every rank
+   owner 2  [ down_proj       ]             gradient         owner: averaged, in `.grad`; others: None
+
+  Z3  collective |bcast 0|bcast 1|bcast 2|       |bcast 2|bcast 1|reduce 2|bcast 0|reduce 1|reduce 0|
+      compute            |fwd 0  |fwd 1  |fwd 2  |       |bwd 2  |bwd 1           |bwd 0            |
+      memory     |   1   |   2   |   2   |   1   |   1   |   2   |   2            |   1             |0
+  Z2  collective |bcast 0|bcast 1|bcast 2|               |reduce 2        |reduce 1        |reduce 0|
+      compute            |fwd 0  |fwd 1  |fwd 2  |bwd 2  |bwd 1           |bwd 0           |
+      memory     |   1   |   2   |   3   |   3   |   3   |   2            |   1            |0
+
+Elements each rank puts into collectives per step, P_M = elements of all dedicated matrices: Z3 broadcasts 2 P_M and
+reduces P_M, Z2 broadcasts P_M and reduces P_M; on a ring a rank sends (N-1)/N of that, N = size of the shard group.
+
+`torchrun --nproc_per_node=4 hooks.py` traces one layer's buffers through a step, as a rank sees it that owns nothing:
+
+  Z3  2 layer 1, forward     UNSHARDED   65536 bytes in layer 1's buffers, `weight` has  8192 elements, 1 other ...
+  Z3  4 after the forward    SHARDED         0 bytes in layer 1's buffers, `weight` has     0 elements, 0 other ...
+  Z2  4 after the forward    UNSHARDED   65536 bytes in layer 1's buffers, `weight` has     0 elements, 2 other ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+PREFETCH = True  # issue the next boundary's broadcast while this one computes; off only to measure what it brings
+
+# [Note: storage resize and the version counter]
+# Autograd saves the full parameters, which are views of the packed buffer. Freeing the buffer is
+# `untyped_storage().resize_(0)`: the saved views stay, without bytes. Filling it again writes in place, which would bump
+# the version counter that the views share and make the backward raise 'modified by an inplace operation'. The bytes
+# that come back are the same weights, so the fill runs under `_unsafe_preserve_version_counter`. It follows that
+# weights must not change between a forward and its backward: plain PyTorch raises then, here nothing can.
+
+# [Note: the order of collectives is a contract between ranks]
+# Ranks match collectives on one communicator by their order, not by their content. The order in which gradients become
+# ready depends on the data (a rank whose tokens never reach a matrix has no gradient for it), so 'launch what is ready'
+# pairs one rank's layer 3 with another's layer 2 and averages garbage without a word. Every backward therefore walks
+# two fixed lists that all ranks recorded in the forward, one a communicator, each with a cursor: a ready reduce waits
+# for its turn, asking for a broadcast first issues every earlier one, and the end of the backward drives both to the
+# end, with zeros for what had no gradient. Between those points nothing blocks on a reduce: a peer may be unable to
+# launch its own before the end of its backward.
+
+
+class BufferState(Enum):
+    """Where the bytes of a boundary's packed buffers are. All buffers of one boundary change state together."""
+
+    SHARDED = auto()  # no storage; the matrices exist at their owners only
+    IN_FLIGHT = auto()  # storage exists, the broadcast has been issued and must be waited for
+    UNSHARDED = auto()  # storage exists and holds the full matrices, on every rank
+
+
+class DedicatedParam:
+    """One matrix with one owner: the two parameter objects that stand for it, and the modules that hold it.
+
+    `sharded` is what modules and optimizers hold between steps: on the owner the whole matrix in the parameter's own
+    dtype (owned data), elsewhere a placeholder without elements. `full` is a view of the packed buffer, on every rank.
+
+    Args:
+        fqn: fully qualified name, as in `model.named_parameters()`, without wrapper prefixes.
+        holders: every (module, attribute name) that holds the parameter; more than one when it is tied.
+        owner: the owner's rank in the shard group.
+        is_owner: whether this rank is the owner.
+        device: where the matrix lives; meta parameters stay on meta.
+    """
+
+    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], owner: int, is_owner: bool, device: torch.device):
+        self.fqn, self.holders, self.owner, self.is_owner, self.device = fqn, holders, owner, is_owner, device
+        module, name = holders[0]
+        self.shape, self.numel = module._parameters[name].shape, module._parameters[name].numel()
+        self.full: nn.Parameter | None = None  # made with the packed buffer, at the first unshard
+        self.resting: nn.Parameter | None = None  # what modules hold outside forward and backward: `sharded`, but in unshard
+        self.adopt()
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Make this object the attribute of every holder, past `__setattr__`, as FSDP2 swaps its own."""
+        for module, name in self.holders:
+            module._parameters[name] = parameter
+
+    def adopt(self) -> None:
+        """Take over what the module holds: at first, and when `to_empty` or an assignment has replaced the parameter."""
+        module, name = self.holders[0]
+        held = module._parameters[name]
+        if held is self.full or held is self.resting:
+            return
+        problem = f"dedicated parameter '{self.fqn}' of shape {tuple(self.shape)} has become a {type(held).__name__}"
+        if isinstance(held, DTensor):
+            raise RuntimeError(f"{problem}: FSDP2 sharded it. Call dmuon.dedicate_params before fully_shard")
+        if not isinstance(held, nn.Parameter) or self.is_owner and held.shape != self.shape:
+            raise RuntimeError(f"{problem} of shape {tuple(held.shape)}: assign an nn.Parameter of the old shape to it")
+        device = held.device if held.is_meta else self.device
+        if self.is_owner:
+            held.data = held.data.to(device)
+        elif held.numel():
+            placeholder = nn.Parameter(torch.empty(0, dtype=held.dtype, device=device), held.requires_grad)
+            placeholder.__dict__.update(held.__dict__)  # marks that the user's code may look for
+            held = placeholder
+        held._dedicated_owner_rank = (self.owner, 0)
+        self.sharded = self.resting = held
+        self.hold(held)
+
+
+class PackedBuffer:
+    """One flat buffer for the matrices of one boundary that have one owner and one dtype; one broadcast, one reduce.
+
+    Args:
+        params: the matrices, in model order, which is their order in the buffer.
+        dtype: what is broadcast and computed with: `mp_policy.param_dtype`, or the parameters' own dtype.
+        on_gradient: called after autograd has accumulated a gradient into one of the full parameters.
+    """
+
+    def __init__(self, params: list[DedicatedParam], dtype: torch.dtype, on_gradient: Callable):
+        self.params, self.owner, self.is_owner = params, params[0].owner, params[0].is_owner
+        self.broadcast: dist.Work | None = None  # while it is in flight
+        self.reduction: dist.Work | None = None
+        with torch.inference_mode(False):  # a buffer born in inference mode could never be saved for a backward
+            self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=params[0].device)
+            for p, view in zip(params, _split(self.buffer, params)):
+                p.full = nn.Parameter(view)
+                p.full.register_post_accumulate_grad_hook(on_gradient)
+        self.free()
+
+    def fill(self, group: dist.ProcessGroup) -> None:
+        """The storage comes back, the owner packs, the broadcast is issued. [Note: storage resize and the version counter]"""
+        self.buffer.untyped_storage().resize_(self.buffer.nbytes)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.buffer):
+            if self.is_owner:
+                torch._foreach_copy_([p.full for p in self.params], [p.sharded for p in self.params])
+            self.broadcast = dist.broadcast(self.buffer, group=group, group_src=self.owner, async_op=True)
+
+    def wait(self) -> None:
+        if self.broadcast is not None:
+            self.broadcast.wait()
+            self.broadcast = None
+
+    def free(self) -> None:
+        self.wait()  # a buffer in flight must not lose its bytes
+        self.buffer.untyped_storage().resize_(0)
+
+    def start_reduce(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        """Pack the local gradients, zeros where there is none, and issue their average to the owner."""
+        self.reduced = [p for p in self.params if p.full.requires_grad]  # not the frozen
+        self.gradient = self.buffer.new_zeros(sum(p.numel for p in self.reduced), dtype=dtype or self.buffer.dtype)
+        for p, view in zip(self.reduced, _split(self.gradient, self.reduced)):
+            if p.full.grad is not None:
+                view.copy_(p.full.grad)
+                p.full.grad = None
+        op = dist.ReduceOp.AVG
+        self.reduction = dist.reduce(self.gradient, group=group, group_dst=self.owner, op=op, async_op=True)
+
+    def finish_reduce(self) -> None:
+        """Wait; on the owner add the averaged gradients to `.grad`, as autograd would. The flat gradient lives until here."""
+        self.reduction.wait()
+        for p, view in zip(self.reduced, _split(self.gradient, self.reduced)):
+            if self.is_owner and p.sharded.grad is None:
+                p.sharded.grad = view.to(p.sharded.dtype)
+            elif self.is_owner:
+                p.sharded.grad += view
+        self.gradient = self.reduction = None
+
+
+class Boundary:
+    """A hook boundary: the module whose hooks unshard and reduce, and its packed buffers. The root may have none."""
+
+    def __init__(self, module: nn.Module, params: list[DedicatedParam], model: DedicatedModel):
+        self.module, self.params, self.model = module, params, model
+        self.state = BufferState.SHARDED
+        self.buffers: list[PackedBuffer] = []
+
+    def _build_buffers(self) -> None:
+        """At the first unshard: a meta parameter has been materialised, `.to()` has been called."""
+        groups: dict[tuple, list[DedicatedParam]] = {}
+        for p in self.params:
+            if p.sharded.is_meta:
+                raise RuntimeError(f"dedicated parameter '{p.fqn}' is on the meta device: materialise it before a forward")
+            groups.setdefault((p.owner, self.model.mp_policy.param_dtype or p.sharded.dtype), []).append(p)
+        on_gradient = partial(self.model.on_gradient, self)
+        self.buffers = [PackedBuffer(params, dtype, on_gradient) for (_, dtype), params in groups.items()]
+
+    def start_unshard(self) -> None:
+        """1 fill (5 refill): issue the broadcasts, unless the matrices are here or on their way."""
+        if self.state is BufferState.SHARDED:
+            if not self.buffers:
+                self._build_buffers()
+            for buffer in self.buffers:
+                buffer.fill(self.model.broadcast_group)
+            self.state = BufferState.IN_FLIGHT
+
+    def finish_unshard(self) -> None:
+        """2 view: wait for the broadcasts; the modules hold the full parameters, frozen or not as `sharded` is."""
+        self.start_unshard()
+        for buffer in self.buffers:
+            buffer.wait()
+        for p in self.params:
+            p.full.requires_grad_(p.sharded.requires_grad)
+            p.hold(p.full)
+        self.state = BufferState.UNSHARDED
+
+    def hide(self) -> None:
+        """The modules hold what they hold between steps; the bytes stay."""
+        for p in self.params:
+            p.hold(p.resting)
+
+    def reshard(self) -> None:
+        """4 and 8 free: the storage goes."""
+        if self.state is not BufferState.SHARDED:
+            self.hide()
+            for buffer in self.buffers:
+                buffer.free()
+            self.state = BufferState.SHARDED
+
+    def trainable(self) -> int:
+        return sum(p.sharded.requires_grad for p in self.params)
+
+
+class Backward:
+    """One pass of the autograd engine: two cursors over the recorded order, one for each communicator.
+
+    See [Note: the order of collectives is a contract between ranks].
+    """
+
+    def __init__(self, task_id: int, model: DedicatedModel):
+        self.task_id, self.model = task_id, model
+        self.broadcasts = list(reversed(model.completed))  # the last boundary to end is the first to be needed
+        self.reduces = list(reversed(model.entered))  # the first boundary to start has its gradients last
+        self.broadcast_cursor = self.reduce_cursor = 0
+        self.missing = {boundary: boundary.trainable() for boundary in self.reduces}  # gradients yet to come
+        self.seen: set[Boundary] = set()
+        self.in_flight: deque[PackedBuffer] = deque()  # their reduces
+
+    def enter(self, boundary: Boundary) -> None:
+        """5 refill, once a backward and in turn: every earlier broadcast is issued first, the next one right after."""
+        if boundary in self.seen:
+            return
+        self.seen.add(boundary)
+        if boundary not in self.missing:  # the user kept this graph from before the last backward
+            self.broadcasts.append(boundary)
+            self.reduces.append(boundary)
+            self.missing[boundary] = boundary.trainable()
+        position = self.broadcasts.index(boundary)
+        while self.broadcast_cursor <= position:
+            self._issue_broadcast()
+        boundary.finish_unshard()
+        if PREFETCH and self.broadcast_cursor == position + 1 < len(self.broadcasts):
+            self._issue_broadcast()
+
+    def on_gradient(self, boundary: Boundary) -> None:
+        """One more gradient is in. When all are: 8 free, and 7 reduce in turn."""
+        self.enter(boundary)
+        self.missing[boundary] -= 1
+        if self.missing[boundary] == 0:
+            if boundary.trainable() == len(boundary.params):  # a frozen matrix may still carry a gradient to the inputs
+                boundary.reshard()
+            while self.reduce_cursor < len(self.reduces) and self.missing[self.reduces[self.reduce_cursor]] == 0:
+                self._issue_reduce()
+
+    def finish(self) -> None:
+        """The end of the backward: issue what is left on both communicators, and only then wait."""
+        while self.broadcast_cursor < len(self.broadcasts):
+            self._issue_broadcast()
+        while self.reduce_cursor < len(self.reduces):
+            self._issue_reduce()
+        self.model.invalidate()
+        while self.in_flight:
+            self.in_flight.popleft().finish_reduce()
+
+    def abandon(self) -> None:
+        """An exception ended this backward: let its collectives end, drop its gradients."""
+        for buffer in self.in_flight:
+            buffer.reduction.wait()
+        self.model.invalidate()
+        for p in self.model.params.values():
+            if p.full is not None:
+                p.full.grad = None
+
+    def _issue_broadcast(self) -> None:
+        self.broadcasts[self.broadcast_cursor].start_unshard()
+        self.broadcast_cursor += 1
+
+    def _issue_reduce(self) -> None:
+        """7 reduce: one collective a buffer; gradients that have arrived make room."""
+        for buffer in self.reduces[self.reduce_cursor].buffers:
+            if any(p.full.requires_grad for p in buffer.params):
+                buffer.start_reduce(self.model.reduce_group, self.model.mp_policy.reduce_dtype)
+                self.in_flight.append(buffer)
+        self.reduce_cursor += 1
+        while self.in_flight and self.in_flight[0].reduction.is_completed():
+            self.in_flight.popleft().finish_reduce()
+
+
+class DedicatedModel:
+    """All that DMuon keeps about one model: its matrices, its boundaries, and where forward and backward are.
+
+    Args:
+        model: the root module.
+        boundaries: {module: its matrices}, for the modules whose hooks unshard and reduce.
+        group: the shard group; collectives run on two groups of their own with the same ranks.
+        reshard_after_forward: True for Z3, False for Z2.
+        mp_policy: FSDP2's policy; `param_dtype` is broadcast and computed with, `reduce_dtype` is averaged in.
+    """
+
+    def __init__(self, model: nn.Module, boundaries: dict[nn.Module, list[DedicatedParam]], group: dist.ProcessGroup,
+                 reshard_after_forward: bool = True, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()):
+        self.reshard_after_forward, self.mp_policy = reshard_after_forward, mp_policy
+        ranks = dist.get_process_group_ranks(group)
+        self.broadcast_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="dmuon_broadcast")
+        self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="dmuon_reduce")
+        self.params = {p.fqn: p for params in boundaries.values() for p in params}
+        # The root's hooks tell when a forward begins and ends, and that a backward runs, even if it has no matrices
+        self.boundaries = [Boundary(m, params, self) for m, params in {model: [], **boundaries}.items()]
+        self.root = self.boundaries[0]
+        self.forward_root: Boundary | None = None  # the outermost boundary that runs now
+        self.calls: list[Boundary] = []  # this forward's boundaries, call by call
+        self.expected: list[Boundary] = []  # the last forward's, which prefetch goes by
+        self.entered: dict[Boundary, None] = {}  # boundaries that await a backward, by their first start
+        self.completed: dict[Boundary, None] = {}  # the same, by their last end
+        self.spent = False  # a backward has used the two orders: the next forward records new ones
+        self.backward: Backward | None = None
+        for boundary in self.boundaries:
+            boundary.module.register_forward_pre_hook(partial(self.pre_forward, boundary))
+            boundary.module.register_forward_hook(partial(self.post_forward, boundary), always_call=True)
+
+    @torch.compiler.disable
+    def pre_forward(self, boundary: Boundary, *_: Any) -> None:
+        """1 fill, 2 view, and the next boundary's fill."""
+        if torch._C._current_graph_task_id() != -1:  # activation checkpointing recomputes with the backward's buffers
+            return self._current_backward().enter(boundary)
+        if boundary is self.root or self.forward_root is None:
+            self._begin_forward(boundary)
+        boundary.finish_unshard()
+        if torch.is_grad_enabled():
+            self.entered.setdefault(boundary)
+        self.calls.append(boundary)
+        now_and_next = self.expected[len(self.calls) - 1 : len(self.calls) + 1]
+        if PREFETCH and len(now_and_next) == 2 and now_and_next[0] is boundary:
+            now_and_next[1].start_unshard()
+
+    @torch.compiler.disable
+    def post_forward(self, boundary: Boundary, module: nn.Module, args: Any, output: Any) -> None:
+        """4 free, or keep for the backward; also when the forward raised, not in a recompute."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self.pre_backward, boundary))
+            self.completed.pop(boundary, None)
+            self.completed[boundary] = None
+        self._release(boundary)
+        if boundary is self.forward_root:
+            self.forward_root = None
+            for unused in self.boundaries:  # a prefetch that nobody used would serve old weights after the step
+                self._release(unused)
+
+    def _release(self, boundary: Boundary) -> None:
+        """Z3 frees the buffers; Z2 keeps those that a backward will need."""
+        if self.reshard_after_forward or boundary not in self.entered:
+            boundary.reshard()
+        else:
+            boundary.hide()
+
+    def _begin_forward(self, boundary: Boundary) -> None:
+        """The outermost boundary starts. What an exception left behind, in forward or backward, ends here."""
+        if self.backward is not None:
+            self.backward.abandon()
+            self.backward, self.spent = None, True
+        if self.spent:
+            self.entered.clear()
+            self.completed.clear()
+            self.spent = False
+        for stale in self.boundaries:
+            self._release(stale)
+        for p in self.params.values():
+            p.adopt()
+        self.forward_root, self.expected, self.calls = boundary, self.calls, []
+
+    def _current_backward(self) -> Backward:
+        """The state of the engine's current pass; made, and its end scheduled, at the first call in a pass."""
+        task_id = torch._C._current_graph_task_id()
+        if self.backward is not None and self.backward.task_id != task_id:
+            raise RuntimeError(
+                "a backward runs inside another one, as torch.utils.checkpoint does with use_reentrant=True (pass "
+                "use_reentrant=False), or after one that raised, without a forward in between (run a forward first)"
+            )
+        if self.backward is None:
+            self.backward = Backward(task_id, self)
+            torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
+        return self.backward
+
+    def pre_backward(self, boundary: Boundary, gradient: Tensor) -> None:
+        """A gradient has reached an output of the boundary."""
+        self._current_backward().enter(boundary)
+
+    def on_gradient(self, boundary: Boundary, parameter: nn.Parameter) -> None:
+        """One of the boundary's full parameters has its gradient of this pass."""
+        self._current_backward().on_gradient(boundary)
+
+    def _post_backward(self) -> None:
+        self.backward.finish()
+        self.backward, self.spent = None, True
+
+    def invalidate(self) -> None:
+        """Free every buffer: the backward is over, or the weights have changed."""
+        for boundary in self.boundaries:
+            boundary.reshard()
+
+
+def _split(flat: Tensor, params: list[DedicatedParam]) -> list[Tensor]:
+    """Views of a flat tensor, one in the shape of each matrix."""
+    return [view.view(p.shape) for p, view in zip(params, flat.split([p.numel for p in params]))]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Every tensor in a forward's output, in the containers that FSDP2 looks into."""
+    if isinstance(output, Tensor):
+        yield output
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    if isinstance(output, (dict, list, tuple)):
+        for value in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(value)
+
+
+def _demonstrate(zero: int) -> None:
+    """One layer of three through one step: what the last rank, which owns none of it, holds at each moment."""
+    layers = [nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)) for _ in range(3)]
+    model, rank, cpu = nn.Sequential(*layers), dist.get_rank(), torch.device("cpu")
+    params = {layer: [DedicatedParam(f"{i}.{j}", [(layer[j], "weight")], j, rank == j, cpu) for j in (0, 1)]
+              for i, layer in enumerate(layers)}
+    dedicated = DedicatedModel(model, params, dist.group.WORLD, reshard_after_forward=zero == 3)
+    boundary, held = dedicated.boundaries[2], []
+    model(torch.ones(1, 64, requires_grad=True)).sum().backward()  # records the order that prefetch goes by
+
+    def look(moment: str, *_: Any) -> None:
+        held.append(sum(b.buffer.untyped_storage().nbytes() for b in boundary.buffers))
+        live = sum(b.state is not BufferState.SHARDED and b is not dedicated.root for b in dedicated.boundaries)
+        if rank == dist.get_world_size() - 1:
+            print(f"Z{zero}  {moment:20} {boundary.state.name:9} {held[-1]:5} bytes in layer 1's buffers, its weight "
+                  f"has {layers[1][0].weight.numel():4} elements; layers with buffers: {live}")
+
+    layers[1][1].register_forward_hook(partial(look, "2 layer 1, forward"))
+    layers[2][0].register_forward_hook(partial(look, "4 layer 2, forward"))
+    layers[1][1].register_full_backward_hook(partial(look, "6 layer 1, backward"))
+    loss = model(torch.ones(1, 64, requires_grad=True)).sum()
+    look("4 after the forward")
+    loss.backward()
+    look("8 after the backward")
+    whole, kept = 2 * 64 * 128 * 4, 2 * 64 * 128 * 4 * (zero == 2)  # both matrices in float32
+    assert held == [whole, kept, kept, whole, 0], held
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    _demonstrate(zero=3)
+    _demonstrate(zero=2)
+    dist.destroy_process_group()

@@ -1,0 +1,280 @@
+"""What does Muon compute? The semi-orthogonal matrix nearest to a matrix G, by a few matrix products.
+
+Muon (Keller Jordan) steps along U V^T instead of G = U S V^T. An SVD would be exact and slow. Newton-Schulz (NS) needs
+products only: x <- a x + b x^3 + c x^5, applied to a matrix X as aX + b(XX^T)X + c(XX^T)^2 X, moves every singular
+value by that odd polynomial and leaves U and V alone. A few steps bring the singular values near 1; the triples
+(a, b, c) say how fast and how near. Two ways to order the products, with m <= n (else G is transposed):
+
+    direct                            Gram (Jack Zhang, gram-newton-schulz)
+    X = G / |G|                       X = G / |G|
+    for a, b, c in triples:           for segment in triples, cut at each restart:
+        A = X X^T                         R = X X^T;  Q = I
+        B = bA + cA^2                     for a, b, c in segment:
+        X = aX + BX                           Z = bR + cR^2
+                                              Q = (aI + Z) Q
+                                              R = (aI + Z) R (aI + Z)
+                                          X = Q X
+
+           +---------+         +-----+         +---------+
+    direct | m  X  n | -XX^T-> | m A | --BX--> |    X    |      all of it 5 times
+           +---------+         +-----+         +---------+
+           +---------+         +-----+ 5 times +-----+         +---------+
+    Gram   |    X    | -XX^T-> | m R | ------> | m Q | --QX--> |    X    |
+           +---------+         +-----+         +-----+         +---------+
+
+Cost in FLOPs, T = 5 steps, k restarts: direct 20 m^2 n + 10 m^3, Gram 4(1+k) m^2 n + (34-6k) m^3. Gram costs less when
+n > 1.5 m, for every k; below that `gram_newton_schulz` runs the direct iterations. A restart is needed in 16 bits:
+rounding gives R eigenvalues of -eps where XX^T has 0, and each step multiplies them by a^2.
+
+Nothing comes before this file and it imports nothing of the project; `partition.py` is next. As a demonstration:
+
+    $ python newton_schulz.py
+    step          Keller     Gram             You     Gram   Polar Express     Gram
+       0  0.0181..0.1594    0e+00  0.0181..0.1594    0e+00  0.0181..0.1594    0e+00
+       5  0.6818..1.1342    1e-06  0.9778..1.0317    1e-06  0.8543..1.1233    6e-06
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Triples = Sequence[Sequence[float]]
+
+# One triple for all steps; five take singular values from 0.003 on (of a matrix of norm 1) to 0.68..1.20.
+KELLER_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+# A triple a step, from 0.01 on to 0.97..1.04 (@YouJiacheng).
+YOU_COEFFICIENTS = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+# A triple a step, the best for the worst singular value: from 0.003 on to 0.84..1.13 (Polar Express, Amsel et al. 2025,
+# arXiv 2505.16932). The factor 1.05 leaves room for singular values that rounding has pushed above 1.
+POLAR_EXPRESS_COEFFICIENTS = tuple(
+    (a / 1.05, b / 1.05**3, c / 1.05**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    )
+)
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------ the public functions
+
+
+def newton_schulz(
+    G: Tensor,  # (768, 3072), or a batch (..., 768, 3072): each matrix by itself
+    coefficients: Sequence[float] | Triples = POLAR_EXPRESS_COEFFICIENTS,  # a triple for all steps, or a triple a step
+    steps: int = 5,
+    eps: float = 1e-30,  # a matrix whose norm is below it comes out smaller, zero comes out zero
+    dtype: torch.dtype | None = None,  # of the iteration; None: float64 for float64, float32 on CPU, float16 on CUDA
+) -> Tensor:
+    """U p(S/|G|) V^T of G = U S V^T, by direct iterations; a new tensor of G's shape, dtype and device."""
+    X, triples = _enter(G, coefficients, steps, eps, dtype)
+    return _leave(direct_iterations(X, triples), G)
+
+
+def gram_newton_schulz(
+    G: Tensor,  # (768, 3072), or a batch (..., 768, 3072)
+    coefficients: Sequence[float] | Triples = POLAR_EXPRESS_COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-30,
+    dtype: torch.dtype | None = None,
+    restarts: Sequence[int] | None = None,  # iterations, from 0, before which R is made anew; None: by precision
+) -> Tensor:
+    """The same as `newton_schulz`, with the iterations done on the m x m Gram matrix where that is cheaper."""
+    X, triples = _enter(G, coefficients, steps, eps, dtype)
+    restarts = default_restarts(X, steps) if restarts is None else _checked_restarts(restarts, steps)
+    m, n = X.shape[-2:]
+    if 2 * n < 3 * m:
+        return _leave(direct_iterations(X, triples), G)
+    return _leave(gram_iterations(X, triples, restarts), G)
+
+
+# ------------------------------------------------------------------------------------------ the two iterations
+
+
+def direct_iterations(X: Tensor, triples: Triples) -> Tensor:
+    """X (B, m, n) after one step for each triple."""
+    for a, b, c in triples:
+        A = torch.bmm(X, X.mT)  # (B, m, m)
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # fused: one rounding instead of three
+        X = torch.baddbmm(X, B, X, beta=a)
+    return X
+
+
+def gram_iterations(X: Tensor, triples: Triples, restarts: Sequence[int]) -> Tensor:
+    """The same, with two products of X for each segment between restarts."""
+    for start, end in zip((0, *restarts), (*restarts, len(triples))):
+        R = torch.bmm(X, X.mT)  # (B, m, m)
+        X = torch.bmm(gram_factor(R, triples[start:end]), X)  # (B, m, n)
+    return X
+
+
+def gram_factor(R: Tensor, triples: Triples) -> Tensor:
+    """The Q, (..., m, m) like R = X X^T, for which QX is X after one step for each triple."""
+    shape = R.shape
+    R = R.reshape(shape[:-2].numel(), *shape[-2:])
+    Q = None
+    for t, (a, b, c) in enumerate(triples):
+        Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
+        if Q is None:
+            Q = Z.clone()
+            Q.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            Q = torch.baddbmm(Q, Z, Q, beta=a)  # a stays out of Z: a product with (aI + Z) is less accurate at low rank
+        if t + 1 < len(triples):
+            RZ = torch.baddbmm(R, R, Z, beta=a)
+            R = torch.baddbmm(RZ, Z, RZ, beta=a)
+    return Q.reshape(shape)
+
+
+def default_restarts(X: Tensor, steps: int) -> tuple[int, ...]:
+    """None for five steps in full precision, else enough for the dtype that X is iterated in."""
+    backend = torch.backends.cuda if X.is_cuda else torch.backends.mkldnn
+    full_float32 = backend.matmul.fp32_precision in ("ieee", "none")  # under TF32 a float32 product has 10 bits
+    if steps <= 5 and (X.dtype == torch.float64 or X.dtype == torch.float32 and full_float32):
+        return ()
+    return tuple(range(2, steps, 2 if steps > 5 else steps))
+
+
+# ------------------------------------------------------------------------------------------ in and out
+
+
+def frobenius_norm(G: Tensor) -> Tensor:
+    """The norm of each matrix, (..., 1, 1), in float64: squares of float32 overflow from 1e19 on."""
+    return torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+
+
+def normalize(G: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """G / norm as a new tensor; cast after the division, because a gradient may exceed what 16 bits hold."""
+    wide = torch.float64 if torch.float64 in (G.dtype, dtype) else torch.float32
+    return (G.to(wide) / norm.clamp(min=eps).to(wide)).to(dtype)  # clamp, unlike max(), lets NaN pass
+
+
+def _enter(G: Tensor, coefficients, steps: int, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Triples]:
+    """Check the arguments; return X (B, m, n) with m <= n and norm 1, and the triple of each step."""
+    triples = _checked_triples(coefficients, steps)
+    dtype = _checked_dtype(G, eps, dtype)
+    X = normalize(G, frobenius_norm(G), eps, dtype)
+    X = X.reshape(G.shape[:-2].numel(), *G.shape[-2:])
+    return (X.mT if X.shape[-2] > X.shape[-1] else X), triples
+
+
+def _leave(X: Tensor, G: Tensor) -> Tensor:
+    """Undo what `_enter` did to shape and dtype."""
+    if G.shape[-2] > G.shape[-1]:
+        X = X.mT
+    return X.reshape(G.shape).to(G.dtype).contiguous()  # a transposed view would surprise view(-1) and collectives
+
+
+def _checked_triples(coefficients: Sequence[float] | Triples, steps: int) -> Triples:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}: expected an integer of at least 1")
+    one = all(isinstance(c, (int, float)) for c in coefficients)
+    triples = [tuple(coefficients)] * steps if one else [tuple(triple) for triple in coefficients]
+    if not triples or any(len(triple) != 3 for triple in triples):
+        raise ValueError(f"coefficients={coefficients!r}: expected one triple (a, b, c) or a sequence of triples")
+    if len(triples) != steps:
+        raise ValueError(
+            f"steps={steps} with {len(triples)} coefficient triples: a sequence of triples is made as a whole and "
+            f"must be neither cut nor extended; pass steps={len(triples)}, or one triple such as KELLER_COEFFICIENTS"
+        )
+    return triples
+
+
+def _checked_dtype(G: Tensor, eps: float, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the iteration."""
+    if G.dtype not in DTYPES:
+        raise TypeError(f"G has dtype {G.dtype}: expected one of {DTYPES}; cast it first")
+    if G.ndim < 2:
+        raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix (m, n) or a batch (..., m, n)")
+    if not eps >= torch.finfo(torch.float32).tiny:
+        raise ValueError(f"eps={eps!r}: expected at least 1.2e-38: below it float32 may round to 0 and give NaN")
+    if dtype is None:
+        dtype = torch.float64 if G.dtype == torch.float64 else torch.float16 if G.is_cuda else torch.float32
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype!r}: expected None or one of {DTYPES}")
+    return dtype
+
+
+def _checked_restarts(restarts: Sequence[int], steps: int) -> tuple[int, ...]:
+    given = list(restarts) if isinstance(restarts, Sequence) else [None]
+    if given == [r for r in range(1, steps) if r in given]:
+        return tuple(map(int, given))
+    raise ValueError(
+        f"restarts={restarts!r} with steps={steps}: expected ascending iterations in 1..{steps - 1}, such as (2,), "
+        "or () for no restart, or None to choose by precision"
+    )
+
+
+# ------------------------------------------------------------------------------------------ the demonstration
+
+
+def _demo_convergence(m: int = 128, n: int = 192) -> None:
+    """Every set of coefficients: the range of the singular values after each step, direct and by Gram."""
+    X = torch.randn(1, m, n)
+    X = normalize(X, frobenius_norm(X), 1e-30, torch.float32)
+    sets = {"Keller": [KELLER_COEFFICIENTS] * 5, "You": YOU_COEFFICIENTS, "Polar Express": POLAR_EXPRESS_COEFFICIENTS}
+    print(f"Random {m} x {n} matrix over its norm, float32: smallest..largest singular value after each direct step,")
+    print("and how far the Gram iterations are from it (largest difference of an entry)")
+    print("step" + "".join(f"{name:>16}{'Gram':>9}" for name in sets))
+    for step in range(6):
+        line = f"{step:>4}"
+        for triples in sets.values():
+            direct = direct_iterations(X, triples[:step])
+            gram = gram_iterations(X, triples[:step], ()) if step else X
+            S = torch.linalg.svdvals(direct)
+            line += f"{f'{S.min():.4f}..{S.max():.4f}':>16}{(gram - direct).abs().max():>9.0e}"
+            assert torch.allclose(gram, direct, atol=5e-4), "direct and Gram iterations are the same polynomial"
+            assert step < 5 or 0.65 < S.min() < S.max() < 1.22, "the last step leaves every singular value near 1"
+        print(line)
+
+
+def _demo_restart(m: int = 128, n: int = 512) -> None:
+    """Why 16 bits need a restart: a matrix of four large directions and a floor."""
+    U, V = torch.linalg.qr(torch.randn(m, 4)).Q, torch.linalg.qr(torch.randn(n, 4)).Q
+    X = U @ V.T + 1e-4 * torch.randn(m, n)
+    X = normalize(X, frobenius_norm(X), 1e-30, torch.float32)[None]
+    print(f"\nFour directions and a floor of 1e-4, {m} x {n}, Polar Express by Gram: largest singular value")
+    for dtype, restarts in ((torch.float32, ()), (torch.bfloat16, (2,)), (torch.bfloat16, ())):
+        way = f"{str(dtype).removeprefix('torch.')}, restarts {restarts}"
+        line = f"  {way:<24}"
+        for step in range(1, 6):
+            triples = POLAR_EXPRESS_COEFFICIENTS[:step]
+            O = gram_iterations(X.to(dtype), triples, [r for r in restarts if r < step])
+            high = torch.linalg.svdvals(O.double()).max()
+            line += f"{high:>10.3g}"
+        print(line)
+        stable = dtype == torch.float32 or restarts == (2,)
+        assert high < 1.6 if stable else high > 500, "bfloat16 blows up without a restart, and only then"
+
+
+def _demo_scale(m: int = 128, n: int = 512) -> None:
+    """One answer at every scale, and zero for zero."""
+    G = torch.randn(m, n)
+    O = gram_newton_schulz(G)
+    print("\nThe same matrix times a scale: largest difference of the result")
+    for scale in (1e-20, 1e30):
+        difference = (gram_newton_schulz(scale * G) - O).abs().max().item()
+        print(f"  {scale:<8.0e}{difference:.0e}")
+        assert difference < 1e-4, difference
+    assert not gram_newton_schulz(0 * G).any(), "zero gives zero"
+    print("  0       gives exactly 0")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    _demo_convergence()
+    _demo_restart()
+    _demo_scale()

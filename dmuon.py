@@ -160,7 +160,7 @@ def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
     elif parameter.ndim > 3 or isinstance(module, CONVOLUTIONS):
         problem = f"has shape {shape}: a convolution kernel is not a matrix; make the predicate leave it to AdamW"
     elif parameter.numel() == 0:
-        problem = f"has shape {shape}: an empty matrix cannot be told from a placeholder; make the predicate leave it out"
+        problem = f"has shape {shape}: an empty matrix looks like a placeholder; make the predicate leave it out"
     elif not parameter.is_floating_point():
         problem = f"has dtype {parameter.dtype}; only real floating-point matrices can be orthogonalised"
     else:
@@ -207,8 +207,8 @@ def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str,
         boundary = _find_boundary(path, modules, is_boundary)
         if boundary is None and strict:
             raise ValueError(
-                f"dedicate_params: no hook boundary around '{fqn}'. Pass hook_boundary_predicate=lambda module: ... that "
-                f"is true for its layer, or hook_boundary_strict=False to let '{_clean(path)}' be its own boundary"
+                f"dedicate_params: no hook boundary around '{fqn}'. Pass a hook_boundary_predicate that is true "
+                f"for its layer, or hook_boundary_strict=False to let '{_clean(path)}' be its own boundary"
             )
         found.append(path if boundary is None else boundary)
     if len({id(modules[path]) for path in found}) > 1:
@@ -234,10 +234,10 @@ def _check_call(model: nn.Module, mesh: DeviceMesh) -> None:
         )
     for name, module in model.named_modules():
         if hasattr(module, "_dmuon"):
-            raise ValueError(f"dedicate_params was already called on '{name or 'the model'}'; call it once, on the root")
+            raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call dedicate_params first"
+                f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call it afterwards"
             )
 
 
@@ -316,7 +316,7 @@ def _describe(model: nn.Module, slots: dict[str, int]) -> str:
 
 
 def _agree(text: str, group: dist.ProcessGroup, device: torch.device, failure: Exception | None) -> None:
-    """Raise on every rank unless all ranks of the group hold the same text: one small collective, two when they differ."""
+    """Raise on every rank unless all ranks of the group hold the same text: one small collective."""
     data = text.encode()
     local = torch.tensor([int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)], device=device)
     hashes = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
@@ -342,7 +342,7 @@ def _agree(text: str, group: dist.ProcessGroup, device: torch.device, failure: E
 
 @torch.no_grad()
 def _synchronise(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Parameters that stay with FSDP2, and buffers, become those of the group's first rank. Bytes: any dtype travels."""
+    """FSDP2's parameters, and buffers, become those of the group's first rank; as bytes, so that any dtype travels."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and not hasattr(tensor, "_dedicated_owner_rank") and tensor.numel():
             data = tensor.detach().to(device).contiguous()
@@ -361,7 +361,9 @@ def _dedicated(module: nn.Module) -> DedicatedModel | None:
 def _require_dedicated(model: nn.Module, caller: str) -> DedicatedModel:
     dedicated = _dedicated(model)
     if dedicated is None:
-        raise ValueError(f"{caller}: {type(model).__name__} has no dedicated parameters; call dmuon.dedicate_params first")
+        raise ValueError(
+            f"{caller}: {type(model).__name__} has no dedicated parameters; call dmuon.dedicate_params first"
+        )
     return dedicated
 
 
@@ -419,7 +421,7 @@ def unshard(module: nn.Module) -> Iterator[None]:
 
 
 def _adjusted_lr(lr: float, adjust_lr_fn: str | None, m: int, n: int) -> float:
-    """The step size for an (m, n) matrix, as `torch.optim.Muon` adjusts it; numerics: update RMS 0.2 for Moonlight's."""
+    """The step size for an (m, n) matrix, as `torch.optim.Muon` adjusts it."""
     if adjust_lr_fn == "match_rms_adamw":
         return lr * 0.2 * math.sqrt(max(m, n))
     return lr * math.sqrt(max(1, m / n))
@@ -489,7 +491,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(param_groups or [{"params": matrices}, {"params": others}], defaults={"lr": lr})
 
     def add_param_group(self, param_group: dict) -> None:
-        """As torch's; options that the group does not name are those of its family. Families are told by the parameters."""
+        """As torch's; what the group does not name is its family's default. A group with both families becomes two."""
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         families = {
@@ -585,6 +587,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
     dist.all_gather_into_tensor(norms, norm.view(1), group=group)  # not MAX: gloo's drops a NaN
     norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"clip_grad_norm_: the total norm of order {norm_type} is {norm.item()}: a gradient is not finite")
+        raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
     torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0)) if local else None
     return norm.to(params[0].dtype)

@@ -30,17 +30,16 @@ the buffer has no storage. The life of one buffer, in the order of the numbered 
 Elements each rank puts into collectives per step, P_M = elements of all dedicated matrices: Z3 broadcasts 2 P_M and
 reduces P_M, Z2 broadcasts P_M and reduces P_M; on a ring a rank sends (N-1)/N of that, N = size of the shard group.
 
-`torchrun --nproc_per_node=4 hooks.py` traces one layer's buffers through a step, as a rank sees it that owns nothing:
+`torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a step, on a rank that owns none of it:
 
-  Z3  2 layer 1, forward     UNSHARDED   65536 bytes in layer 1's buffers, `weight` has  8192 elements, 1 other ...
-  Z3  4 after the forward    SHARDED         0 bytes in layer 1's buffers, `weight` has     0 elements, 0 other ...
-  Z2  4 after the forward    UNSHARDED   65536 bytes in layer 1's buffers, `weight` has     0 elements, 2 other ...
+  Z3  2 layer 1, forward   layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [0, 16384, 16384]
+  Z3  4 after the forward  layer 1 SHARDED  , its weight has    0 elements; bytes of all layers: [0, 0, 0]
+  Z3  6 layer 1, backward  layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [16384, 16384, 0]
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from functools import partial
@@ -56,10 +55,10 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 
 # [Note: storage resize and the version counter]
 # Autograd saves the full parameters, which are views of the packed buffer. Freeing the buffer is
-# `untyped_storage().resize_(0)`: the saved views stay, without bytes. Filling it again writes in place, which would bump
-# the version counter that the views share and make the backward raise 'modified by an inplace operation'. The bytes
-# that come back are the same weights, so the fill runs under `_unsafe_preserve_version_counter`. It follows that
-# weights must not change between a forward and its backward: plain PyTorch raises then, here nothing can.
+# `untyped_storage().resize_(0)`: the saved views stay, without bytes. Filling it again writes in place, which would
+# bump the version counter that the views share and make the backward raise 'modified by an inplace operation'. The
+# bytes that come back are the same weights, so the fill runs under `_unsafe_preserve_version_counter`. It follows
+# that weights must not change between a forward and its backward: plain PyTorch raises then, here nothing can.
 
 # [Note: the order of collectives is a contract between ranks]
 # Ranks match collectives on one communicator by their order, not by their content. The order in which gradients become
@@ -93,12 +92,13 @@ class DedicatedParam:
         device: where the matrix lives; meta parameters stay on meta.
     """
 
-    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], owner: int, is_owner: bool, device: torch.device):
+    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], owner: int, is_owner: bool,
+                 device: torch.device):
         self.fqn, self.holders, self.owner, self.is_owner, self.device = fqn, holders, owner, is_owner, device
         module, name = holders[0]
         self.shape, self.numel = module._parameters[name].shape, module._parameters[name].numel()
-        self.full: nn.Parameter | None = None  # made with the packed buffer, at the first unshard
-        self.resting: nn.Parameter | None = None  # what modules hold outside forward and backward: `sharded`, but in unshard
+        self.full = None  # made with the packed buffer, at the first unshard
+        self.resting = None  # what modules hold outside forward and backward: `sharded`, but inside `dmuon.unshard`
         self.adopt()
 
     def hold(self, parameter: nn.Parameter) -> None:
@@ -107,7 +107,7 @@ class DedicatedParam:
             module._parameters[name] = parameter
 
     def adopt(self) -> None:
-        """Take over what the module holds: at first, and when `to_empty` or an assignment has replaced the parameter."""
+        """Take over what the module holds: at first, and when `to_empty` or an assignment replaced it."""
         module, name = self.holders[0]
         held = module._parameters[name]
         if held is self.full or held is self.resting:
@@ -140,7 +140,7 @@ class PackedBuffer:
 
     def __init__(self, params: list[DedicatedParam], dtype: torch.dtype, on_gradient: Callable):
         self.params, self.owner, self.is_owner = params, params[0].owner, params[0].is_owner
-        self.broadcast: dist.Work | None = None  # while it is in flight
+        self.broadcast: dist.Work | None = None  # the last one; waiting for it again costs nothing
         self.reduction: dist.Work | None = None
         with torch.inference_mode(False):  # a buffer born in inference mode could never be saved for a backward
             self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=params[0].device)
@@ -150,7 +150,7 @@ class PackedBuffer:
         self.free()
 
     def fill(self, group: dist.ProcessGroup) -> None:
-        """The storage comes back, the owner packs, the broadcast is issued. [Note: storage resize and the version counter]"""
+        """Storage back, owner's data in, broadcast issued. See [Note: storage resize and the version counter]."""
         self.buffer.untyped_storage().resize_(self.buffer.nbytes)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.buffer):
             if self.is_owner:
@@ -160,7 +160,6 @@ class PackedBuffer:
     def wait(self) -> None:
         if self.broadcast is not None:
             self.broadcast.wait()
-            self.broadcast = None
 
     def free(self) -> None:
         self.wait()  # a buffer in flight must not lose its bytes
@@ -169,22 +168,20 @@ class PackedBuffer:
     def start_reduce(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
         """Pack the local gradients, zeros where there is none, and issue their average to the owner."""
         self.reduced = [p for p in self.params if p.full.requires_grad]  # not the frozen
-        self.gradient = self.buffer.new_zeros(sum(p.numel for p in self.reduced), dtype=dtype or self.buffer.dtype)
-        for p, view in zip(self.reduced, _split(self.gradient, self.reduced)):
+        numel, dtype = sum(p.numel for p in self.reduced), dtype or self.buffer.dtype
+        self.gradient = flat = self.buffer.new_zeros(numel, dtype=dtype)
+        for p, view in zip(self.reduced, _split(flat, self.reduced)):
             if p.full.grad is not None:
                 view.copy_(p.full.grad)
                 p.full.grad = None
-        op = dist.ReduceOp.AVG
-        self.reduction = dist.reduce(self.gradient, group=group, group_dst=self.owner, op=op, async_op=True)
+        self.reduction = dist.reduce(flat, op=dist.ReduceOp.AVG, group=group, group_dst=self.owner, async_op=True)
 
     def finish_reduce(self) -> None:
-        """Wait; on the owner add the averaged gradients to `.grad`, as autograd would. The flat gradient lives until here."""
+        """Wait; on the owner add the averaged gradients to `.grad`, as autograd would. The flat gradient lived for this."""
         self.reduction.wait()
         for p, view in zip(self.reduced, _split(self.gradient, self.reduced)):
-            if self.is_owner and p.sharded.grad is None:
-                p.sharded.grad = view.to(p.sharded.dtype)
-            elif self.is_owner:
-                p.sharded.grad += view
+            if self.is_owner:
+                p.sharded.grad = view.to(p.sharded.dtype) if p.sharded.grad is None else p.sharded.grad.add_(view)
         self.gradient = self.reduction = None
 
 
@@ -201,10 +198,10 @@ class Boundary:
         groups: dict[tuple, list[DedicatedParam]] = {}
         for p in self.params:
             if p.sharded.is_meta:
-                raise RuntimeError(f"dedicated parameter '{p.fqn}' is on the meta device: materialise it before a forward")
+                raise RuntimeError(f"dedicated parameter '{p.fqn}' is on the meta device; materialise it first")
             groups.setdefault((p.owner, self.model.mp_policy.param_dtype or p.sharded.dtype), []).append(p)
-        on_gradient = partial(self.model.on_gradient, self)
-        self.buffers = [PackedBuffer(params, dtype, on_gradient) for (_, dtype), params in groups.items()]
+        hook = partial(self.model.on_gradient, self)
+        self.buffers = [PackedBuffer(params, dtype, hook) for (_, dtype), params in groups.items()]
 
     def start_unshard(self) -> None:
         """1 fill (5 refill): issue the broadcasts, unless the matrices are here or on their way."""
@@ -255,10 +252,10 @@ class Backward:
         self.broadcast_cursor = self.reduce_cursor = 0
         self.missing = {boundary: boundary.trainable() for boundary in self.reduces}  # gradients yet to come
         self.seen: set[Boundary] = set()
-        self.in_flight: deque[PackedBuffer] = deque()  # their reduces
+        self.in_flight: list[PackedBuffer] = []  # whose reduces have been issued and not finished, in order
 
     def enter(self, boundary: Boundary) -> None:
-        """5 refill, once a backward and in turn: every earlier broadcast is issued first, the next one right after."""
+        """Once a backward: the boundary's matrices are unsharded; every earlier broadcast first, the next right after."""
         if boundary in self.seen:
             return
         self.seen.add(boundary)
@@ -267,11 +264,10 @@ class Backward:
             self.reduces.append(boundary)
             self.missing[boundary] = boundary.trainable()
         position = self.broadcasts.index(boundary)
-        while self.broadcast_cursor <= position:
-            self._issue_broadcast()
+        self._issue_broadcasts(position + 1)
         boundary.finish_unshard()
-        if PREFETCH and self.broadcast_cursor == position + 1 < len(self.broadcasts):
-            self._issue_broadcast()
+        if PREFETCH:
+            self._issue_broadcasts(position + 2)
 
     def on_gradient(self, boundary: Boundary) -> None:
         """One more gradient is in. When all are: 8 free, and 7 reduce in turn."""
@@ -285,13 +281,13 @@ class Backward:
 
     def finish(self) -> None:
         """The end of the backward: issue what is left on both communicators, and only then wait."""
-        while self.broadcast_cursor < len(self.broadcasts):
-            self._issue_broadcast()
+        self._issue_broadcasts(len(self.broadcasts))
         while self.reduce_cursor < len(self.reduces):
             self._issue_reduce()
         self.model.invalidate()
         while self.in_flight:
-            self.in_flight.popleft().finish_reduce()
+            self.in_flight.pop(0).finish_reduce()
+        self.model.backward, self.model.spent = None, True
 
     def abandon(self) -> None:
         """An exception ended this backward: let its collectives end, drop its gradients."""
@@ -301,10 +297,13 @@ class Backward:
         for p in self.model.params.values():
             if p.full is not None:
                 p.full.grad = None
+        self.model.backward, self.model.spent = None, True
 
-    def _issue_broadcast(self) -> None:
-        self.broadcasts[self.broadcast_cursor].start_unshard()
-        self.broadcast_cursor += 1
+    def _issue_broadcasts(self, end: int) -> None:
+        """5 refill: those before position `end` of the order that have not been issued."""
+        while self.broadcast_cursor < min(end, len(self.broadcasts)):
+            self.broadcasts[self.broadcast_cursor].start_unshard()
+            self.broadcast_cursor += 1
 
     def _issue_reduce(self) -> None:
         """7 reduce: one collective a buffer; gradients that have arrived make room."""
@@ -314,7 +313,7 @@ class Backward:
                 self.in_flight.append(buffer)
         self.reduce_cursor += 1
         while self.in_flight and self.in_flight[0].reduction.is_completed():
-            self.in_flight.popleft().finish_reduce()
+            self.in_flight.pop(0).finish_reduce()
 
 
 class DedicatedModel:
@@ -337,7 +336,6 @@ class DedicatedModel:
         self.params = {p.fqn: p for params in boundaries.values() for p in params}
         # The root's hooks tell when a forward begins and ends, and that a backward runs, even if it has no matrices
         self.boundaries = [Boundary(m, params, self) for m, params in {model: [], **boundaries}.items()]
-        self.root = self.boundaries[0]
         self.forward_root: Boundary | None = None  # the outermost boundary that runs now
         self.calls: list[Boundary] = []  # this forward's boundaries, call by call
         self.expected: list[Boundary] = []  # the last forward's, which prefetch goes by
@@ -354,7 +352,7 @@ class DedicatedModel:
         """1 fill, 2 view, and the next boundary's fill."""
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing recomputes with the backward's buffers
             return self._current_backward().enter(boundary)
-        if boundary is self.root or self.forward_root is None:
+        if boundary is self.boundaries[0] or self.forward_root is None:
             self._begin_forward(boundary)
         boundary.finish_unshard()
         if torch.is_grad_enabled():
@@ -370,9 +368,8 @@ class DedicatedModel:
         if torch._C._current_graph_task_id() != -1:
             return
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self.pre_backward, boundary))
+            for tensor in _grad_tensors(output):
+                tensor.register_hook(partial(self.pre_backward, boundary))
             self.completed.pop(boundary, None)
             self.completed[boundary] = None
         self._release(boundary)
@@ -392,7 +389,6 @@ class DedicatedModel:
         """The outermost boundary starts. What an exception left behind, in forward or backward, ends here."""
         if self.backward is not None:
             self.backward.abandon()
-            self.backward, self.spent = None, True
         if self.spent:
             self.entered.clear()
             self.completed.clear()
@@ -413,7 +409,7 @@ class DedicatedModel:
             )
         if self.backward is None:
             self.backward = Backward(task_id, self)
-            torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward.finish)
         return self.backward
 
     def pre_backward(self, boundary: Boundary, gradient: Tensor) -> None:
@@ -423,10 +419,6 @@ class DedicatedModel:
     def on_gradient(self, boundary: Boundary, parameter: nn.Parameter) -> None:
         """One of the boundary's full parameters has its gradient of this pass."""
         self._current_backward().on_gradient(boundary)
-
-    def _post_backward(self) -> None:
-        self.backward.finish()
-        self.backward, self.spent = None, True
 
     def invalidate(self) -> None:
         """Free every buffer: the backward is over, or the weights have changed."""
@@ -439,47 +431,44 @@ def _split(flat: Tensor, params: list[DedicatedParam]) -> list[Tensor]:
     return [view.view(p.shape) for p, view in zip(params, flat.split([p.numel for p in params]))]
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Every tensor in a forward's output, in the containers that FSDP2 looks into."""
-    if isinstance(output, Tensor):
+def _grad_tensors(output: Any) -> Iterator[Tensor]:
+    """Every tensor that requires a gradient in a forward's output, in the containers that FSDP2 looks into."""
+    if isinstance(output, Tensor) and output.requires_grad:
         yield output
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    if isinstance(output, (dict, list, tuple)):
+        yield from _grad_tensors([getattr(output, field.name) for field in dataclasses.fields(output)])
+    elif isinstance(output, (dict, list, tuple)):
         for value in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(value)
+            yield from _grad_tensors(value)
 
 
 def _demonstrate(zero: int) -> None:
     """One layer of three through one step: what the last rank, which owns none of it, holds at each moment."""
-    layers = [nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)) for _ in range(3)]
-    model, rank, cpu = nn.Sequential(*layers), dist.get_rank(), torch.device("cpu")
-    params = {layer: [DedicatedParam(f"{i}.{j}", [(layer[j], "weight")], j, rank == j, cpu) for j in (0, 1)]
-              for i, layer in enumerate(layers)}
+    layers = [nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(3)]
+    model, is_owner, cpu = nn.Sequential(*layers), dist.get_rank() == 0, torch.device("cpu")
+    params = {x: [DedicatedParam(f"{i}.0.weight", [(x[0], "weight")], 0, is_owner, cpu)] for i, x in enumerate(layers)}
     dedicated = DedicatedModel(model, params, dist.group.WORLD, reshard_after_forward=zero == 3)
-    boundary, held = dedicated.boundaries[2], []
-    model(torch.ones(1, 64, requires_grad=True)).sum().backward()  # records the order that prefetch goes by
+    model(torch.ones(1, 64)).sum().backward()  # records the order that prefetch goes by
+    boundaries, held = dedicated.boundaries[1:], []
 
     def look(moment: str, *_: Any) -> None:
-        held.append(sum(b.buffer.untyped_storage().nbytes() for b in boundary.buffers))
-        live = sum(b.state is not BufferState.SHARDED and b is not dedicated.root for b in dedicated.boundaries)
-        if rank == dist.get_world_size() - 1:
-            print(f"Z{zero}  {moment:20} {boundary.state.name:9} {held[-1]:5} bytes in layer 1's buffers, its weight "
-                  f"has {layers[1][0].weight.numel():4} elements; layers with buffers: {live}")
+        held.append([b.buffers[0].buffer.untyped_storage().nbytes() for b in boundaries])
+        if dist.get_rank() == dist.get_world_size() - 1:
+            print(f"Z{zero}  {moment:20} layer 1 {boundaries[1].state.name:9}, its weight has "
+                  f"{layers[1][0].weight.numel():4} elements; bytes of all layers: {held[-1]}")
 
     layers[1][1].register_forward_hook(partial(look, "2 layer 1, forward"))
-    layers[2][0].register_forward_hook(partial(look, "4 layer 2, forward"))
+    layers[2][1].register_forward_hook(partial(look, "4 layer 2, forward"))
     layers[1][1].register_full_backward_hook(partial(look, "6 layer 1, backward"))
-    loss = model(torch.ones(1, 64, requires_grad=True)).sum()
+    loss = model(torch.ones(1, 64)).sum()
     look("4 after the forward")
     loss.backward()
     look("8 after the backward")
-    whole, kept = 2 * 64 * 128 * 4, 2 * 64 * 128 * 4 * (zero == 2)  # both matrices in float32
-    assert held == [whole, kept, kept, whole, 0], held
+    whole, kept = 64 * 64 * 4, 64 * 64 * 4 * (zero == 2)  # float32
+    assert [layer_1 for _, layer_1, _ in held] == [whole, kept, kept, whole, 0], held
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     _demonstrate(zero=3)
     _demonstrate(zero=2)

@@ -174,7 +174,7 @@ def _choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: 
     modules = dict(model.named_modules(remove_duplicate=False))
     held: dict[nn.Parameter, list[tuple[str, str]]] = {}  # parameter -> its (module path, attribute name)s
     for path, module in modules.items():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             held.setdefault(parameter, []).append((path, name))
     matrices, candidates = [], []
     for parameter, places in held.items():
@@ -583,9 +583,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
     local = [grad for grad in local if grad.numel()]  # FSDP2 leaves some ranks an empty shard
     norm = torch.nn.utils.get_total_norm(local, norm_type)
     norm = norm.to(params[0].device, torch.float64)  # a rank may own nothing: the dtype must not depend on gradients
-    norms = norm.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(norms, norm.view(1), group=group)  # not MAX: gloo's drops a NaN
-    norm = torch.linalg.vector_norm(norms, norm_type)
+    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(norms, norm, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
     torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0)) if local else None

@@ -1,0 +1,649 @@
+"""Train a GPT with dedicated ownership, from raw text to a sample: the one training script.
+
+    torchrun --nproc_per_node=8 train_gpt.py                       # any number of ranks, CPU (gloo) or CUDA (NCCL)
+    python train_gpt.py                                            # one process, no launcher
+    torchrun --nproc_per_node=8 train_gpt.py --optimizer=adamw     # the base line: FSDP2 and AdamW only
+    torchrun --nproc_per_node=8 train_gpt.py --data=book.txt       # your own text, a folder, or GPT-2 tokens in .bin
+
+Before this file: dmuon.py, which it uses as your own trainer would (see `shard`). After it: test_dmuon.py.
+
+The default data are the names of the Unicode characters, one a line, which Python itself contains: 355 kB, learned to a
+legible sample in two minutes on a laptop. It is small, so a large model overfits.
+
+The same seed gives the same weights and the same batches on any number of ranks: every rank builds the whole model
+from the seed and draws the whole step's batch from (seed, step), then keeps its slice. In float64, 1 and 8 ranks log the
+same losses to ten digits.
+"""
+
+import argparse
+import glob
+import hashlib
+import json
+import math
+import os
+import random
+import sys
+import time
+import unicodedata
+import warnings
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Nothing here uses numpy, and torch warns at its first tensor if it is missing
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+import dmuon
+from partition import ns_flops
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16, for MFU
+EVAL_WINDOWS = 128  # sequences of the held-out data, evenly spaced, the same for any number of ranks
+
+
+class UsageError(ValueError):
+    """What the user can mend: an option, a file. One line, the same on every rank, before the process group."""
+
+
+# ------------------------------------------------------------------------------------------------- settings
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options as given; what depends on the device or the ranks is filled in by `resolve`."""
+    parser = argparse.ArgumentParser(
+        description="Train a GPT: Muon with one owner per matrix, FSDP2 and AdamW for the rest.",
+        epilog="example: torchrun --nproc_per_node=4 train_gpt.py --data=book.txt --depth=6 --steps=2000 --zero=2",
+    )
+
+    def group(name: str, **options: tuple) -> None:
+        section = parser.add_argument_group(name)
+        for option, (default, text, *rest) in options.items():
+            kind = rest[0] if rest else type(default)
+            choices = kind if isinstance(kind, tuple) else None
+            kind = type(kind[0]) if choices else kind
+            section.add_argument(f"--{option}", default=default, type=kind, choices=choices, help=f"{text} [{default}]",
+                                 metavar=None if choices else kind.__name__.upper())
+
+    group("data",
+          data=("unicode", "'unicode', or a text file, .bin file, folder or glob, e.g. --data='corpus/*.txt'"),
+          vocab_size=("auto", "tokens in the vocabulary; auto: 256 for bytes, 50304 for .bin"),
+          seq_len=("auto", "tokens in a sequence; auto: 128 on CPU, 1024 on CUDA"))
+    group("model",
+          depth=("auto", "layers; auto: 4 on CPU, 12 on CUDA"),
+          n_embd=("auto", "width; auto: 32 x depth on CPU, 64 x depth on CUDA"),
+          n_head=("auto", "attention heads; auto: depth"))
+    group("batch",
+          total_batch_size=("auto", "tokens in a step, over all ranks; auto: 1024 on CPU, 524288 on CUDA, or just above"),
+          device_batch_size=("auto", "sequences a rank takes through the model at once; auto: at most 32"),
+          steps=("auto", "optimizer steps; auto: 400 on CPU, 1000 on CUDA"))
+    group("optimizer",
+          optimizer=("muon", "muon: matrices by Muon, the rest by AdamW; adamw: all by AdamW", ("muon", "adamw")),
+          muon_lr=(0.02, "rate of the matrices, before --adjust_lr_fn"),
+          adamw_lr=(3e-3, "rate of what AdamW trains"),
+          weight_decay=(0.0, "decoupled weight decay of the matrices (adamw: of everything)"),
+          momentum=(0.95, "Muon's momentum"),
+          ns=("gram", "Newton-Schulz on the Gram matrix or directly", ("gram", "direct")),
+          adjust_lr_fn=("match_rms_adamw", "how a matrix's shape scales its rate", ("match_rms_adamw", "original")),
+          grad_clip=(1.0, "largest norm of the whole gradient; 0: no clipping"))
+    group("schedule (one multiplier for both rates)",
+          warmup_frac=(0.0, "fraction of the steps that rise from 0"),
+          decay_frac=(0.4, "fraction of the steps that fall at the end"),
+          final_lr_frac=(0.0, "where the fall ends, as a fraction of the rate"))
+    group("parallel",
+          zero=(3, "3: free full weights after the forward; 2: keep them for the backward", (3, 2)))
+    group("run",
+          out=("out", "folder of log.jsonl"),
+          eval_every=(100, "steps between evaluations; 0: only at the end"),
+          sample_every=(0, "steps between samples; 0: only at the end"),
+          log_every=(10, "steps between printed lines"),
+          seed=(0, "of weights and batches"),
+          dtype=("auto", "float32, float64, or bfloat16 compute on float32 weights; auto: float32 on CPU, else bfloat16",
+                 ("auto", *DTYPES)),
+          device=("auto", "auto: cuda if there is one", ("auto", "cpu", "cuda")))
+    return parser.parse_args(argv)
+
+
+def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
+    """Replace every 'auto' by its value for this device and number of ranks; refuse what does not fit together.
+
+    Raises:
+        UsageError: names the option, its value, the arithmetic and the nearest legal values.
+    """
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    cuda = args.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this torch sees no CUDA device; use --device=cpu")
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if cuda else "float32"
+    _fill(args, "seq_len", 1024 if cuda else 128)
+    _fill(args, "depth", 12 if cuda else 4)
+    _fill(args, "n_embd", (64 if cuda else 32) * args.depth)
+    _fill(args, "n_head", args.depth)
+    _fill(args, "steps", 1000 if cuda else 400)
+    if args.n_embd % (2 * args.n_head):
+        legal = [h for h in range(1, args.n_embd + 1) if args.n_embd % (2 * h) == 0]
+        raise UsageError(f"--n_head {args.n_head}: --n_embd {args.n_embd} must be a multiple of 2 x n_head; n_head may be "
+                         f"{', '.join(map(str, legal[:8]))}")
+    for name in ("warmup_frac", "decay_frac", "final_lr_frac"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise UsageError(f"--{name} {getattr(args, name)}: must be between 0 and 1")
+    for name in ("muon_lr", "adamw_lr", "weight_decay", "grad_clip", "eval_every", "sample_every"):
+        if not getattr(args, name) >= 0:
+            raise UsageError(f"--{name} {getattr(args, name)}: must be 0 or more")
+    if not 0 <= args.momentum < 1 or args.log_every < 1:
+        raise UsageError(f"--momentum {args.momentum}: must be in [0, 1); --log_every {args.log_every}: must be 1 or more")
+    _resolve_batch(args, ranks, 524288 if cuda else 1024)
+    return args
+
+
+def _fill(args: argparse.Namespace, name: str, default: int) -> None:
+    """An integer option that may be 'auto'."""
+    given = getattr(args, name)
+    if given == "auto":
+        setattr(args, name, default)
+        return
+    if not str(given).isdecimal() or int(given) < 1:
+        raise UsageError(f"--{name} {given}: must be a positive integer or auto")
+    setattr(args, name, int(given))
+
+
+def _resolve_batch(args: argparse.Namespace, ranks: int, tokens: int) -> None:
+    """total_batch_size = ranks x device_batch_size x seq_len x micro_steps."""
+    fixed = args.device_batch_size != "auto"
+    _fill(args, "device_batch_size", 1)
+    unit = ranks * args.device_batch_size * args.seq_len
+    _fill(args, "total_batch_size", -(-tokens // unit) * unit)
+    if args.total_batch_size % unit:
+        low, factors = args.total_batch_size // unit * unit, f"{ranks} x {args.device_batch_size} x {args.seq_len}"
+        nearest = ", ".join(str(n) for n in (low, low + unit) if n)
+        raise UsageError(f"--total_batch_size {args.total_batch_size}: must be a multiple of ranks x device_batch_size x "
+                         f"seq_len = {factors} = {unit}; nearest: {nearest}")
+    if not fixed:
+        sequences = args.total_batch_size // (ranks * args.seq_len)
+        args.device_batch_size = max(b for b in range(1, min(32, sequences) + 1) if sequences % b == 0)
+    args.micro_steps = args.total_batch_size // (ranks * args.device_batch_size * args.seq_len)
+
+
+# ----------------------------------------------------------------------------------------------------- data
+
+
+def unicode_names() -> bytes:
+    """The names of Unicode 3.2's characters, one a line, shuffled; the same bytes on CPython 3.8 to 3.13."""
+    ideographs = ("CJK UNIFIED IDEOGRAPH-", "CJK COMPATIBILITY IDEOGRAPH-", "HANGUL SYLLABLE ")
+    names = [unicodedata.ucd_3_2_0.name(chr(code), "") for code in range(sys.maxunicode + 1)]
+    names = [name for name in names if name and not name.startswith(ideographs)]
+    if not hashlib.sha256("\n".join(names).encode()).hexdigest().startswith("03ce3aea0397e841"):
+        print("the Unicode names of this Python differ from those that the README's losses were made with")
+    random.Random(0).shuffle(names)
+    return "\n".join(names).encode()
+
+
+class Split:
+    """Token files as one stream of windows; nothing is read before it is asked for.
+
+    Args:
+        files: (name, tokens, offset of the first in the file), tokens (n,) uint8 or uint16, mapped from disk.
+        seq_len: T; a window is T + 1 tokens of one file.
+        vocab_size: tokens must be below it.
+    """
+
+    def __init__(self, files: list[tuple[str, Tensor, int]], seq_len: int, vocab_size: int):
+        self.files, self.seq_len, self.vocab_size = files, seq_len, vocab_size
+        self.ends, total = [], 0  # windows up to and including each file
+        for name, tokens, _ in files:
+            if len(tokens) <= seq_len:
+                raise UsageError(f"--data: '{name}' has {len(tokens)} tokens, fewer than one sequence of --seq_len "
+                                 f"{seq_len} and its target")
+            total += len(tokens) - seq_len
+            self.ends.append(total)
+        self.windows, self.numel = total, sum(len(tokens) for _, tokens, _ in files)
+
+    def window(self, start: int) -> Tensor:
+        """Window number `start`: (T + 1,) int64."""
+        index = bisect_right(self.ends, start)
+        name, tokens, offset = self.files[index]
+        start -= self.ends[index - 1] if index else 0
+        window = tokens[start : start + self.seq_len + 1].to(torch.int64)
+        if window.max() >= self.vocab_size:  # here, where file and position are known; the embedding only says 'index'
+            position = int((window >= self.vocab_size).nonzero()[0])
+            raise UsageError(f"--data: token {int(window[position])} at position {offset + start + position} of '{name}' "
+                             f"is outside the vocabulary; --vocab_size is {self.vocab_size}")
+        return window
+
+    def batch(self, starts: Tensor, device: str) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T) of the windows that begin at `starts` (B,)."""
+        windows = torch.stack([self.window(int(start)) for start in starts]).to(device)
+        return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass
+class Corpus:
+    name: str
+    train: Split
+    val: Split
+    vocab_size: int
+    is_text: bool
+    sha256: str  # of the first MiB of each file: tells two runs' data apart
+
+
+def load_corpus(args: argparse.Namespace) -> Corpus:
+    """The data that `--data` names, split into training and held-out files.
+
+    Raises:
+        UsageError: nothing there, an empty file, an unknown format, text and .bin mixed, a file shorter than a sequence.
+    """
+    if args.data == "unicode":
+        data = torch.frombuffer(bytearray(unicode_names()), dtype=torch.uint8)
+        train, val = _cut([("unicode names", data, 0)])
+    else:
+        train, val = _split_files(_find_files(args.data))
+    is_text = train[0][1].dtype == torch.uint8
+    if any((tokens.dtype == torch.uint8) != is_text for _, tokens, _ in train + val):
+        raise UsageError(f"--data {args.data}: text and .bin files together; name one kind")
+    _fill(args, "vocab_size", 256 if is_text else 50304)
+    digest = hashlib.sha256()
+    for _, tokens, _ in train + val:
+        digest.update(bytes(tokens[: 1 << 20].view(torch.uint8).tolist()))
+    splits = [Split(files, args.seq_len, args.vocab_size) for files in (train, val)]
+    return Corpus(args.data, *splits, args.vocab_size, is_text, digest.hexdigest()[:16])
+
+
+def _find_files(data: str) -> list[Path]:
+    paths = sorted(Path(data).iterdir()) if os.path.isdir(data) else [Path(p) for p in sorted(glob.glob(data))]
+    paths = paths or [Path(data)] * os.path.exists(data)  # a name with brackets in it is a glob that matches nothing
+    files = [path for path in paths if path.is_file() and not path.name.startswith(".") and path.suffix != ".pkl"]
+    if not files:
+        raise UsageError(f"--data {data}: no such file, and no folder or glob with files in it")
+    return files
+
+
+def _split_files(paths: list[Path]) -> tuple[list, list]:
+    """By the names, if there are both `*train*` and `*val*`; else the last tenth of the files, or of the only file."""
+    train, val = ([path for path in paths if word in path.name] for word in ("train", "val"))
+    if not (train and val):
+        held_out = max(1, len(paths) // 10)
+        train, val = paths[:-held_out], paths[-held_out:]
+    if not train:
+        return _cut([(str(paths[0]), *read_tokens(paths[0]))])
+    return tuple([(str(path), *read_tokens(path)) for path in files] for files in (train, val))
+
+
+def _cut(files: list[tuple[str, Tensor, int]]) -> tuple[list, list]:
+    """The only file's last tenth is held out."""
+    name, tokens, offset = files[0]
+    middle = len(tokens) - len(tokens) // 10
+    return [(name, tokens[:middle], offset)], [(name, tokens[middle:], offset + middle)]
+
+
+def read_tokens(path: Path) -> tuple[Tensor, int]:
+    """A file's tokens, mapped: text as bytes (uint8), .bin of nanoGPT or llm.c as uint16. The 0 is the first's position.
+
+    Raises:
+        UsageError: names the file and what is wrong with it.
+    """
+    size = path.stat().st_size
+    if size == 0:  # `torch.from_file` would return a tensor of nothing without a word
+        raise UsageError(f"--data: '{path}' is empty")
+    data = torch.from_file(str(path), size=size, dtype=torch.uint8)
+    if path.suffix != ".bin":
+        return data, 0
+    magic = int(data[:4].view(torch.int32)) if size >= 4 else 0
+    if magic in (20240801, 20240522):
+        raise UsageError(f"--data: '{path}' has llm.c's magic {magic} (uint32 tokens, or an evaluation set); only its "
+                         f"uint16 token files (magic 20240520) and nanoGPT's can be read")
+    if magic == 20240520:
+        version, tokens = data[4:12].view(torch.int32).tolist() if size >= 12 else (0, 0)
+        if version != 1 or size != 1024 + 2 * tokens:
+            raise UsageError(f"--data: '{path}' is a broken llm.c file: version {version} and {tokens} tokens need version "
+                             f"1 and {1024 + 2 * tokens} bytes, it has {size}")
+        data = data[1024:]
+    if len(data) % 2:
+        raise UsageError(f"--data: '{path}' has {size} bytes, an odd number; a .bin file holds uint16 tokens")
+    return data.view(torch.uint16), 0
+
+
+def batches(corpus: Corpus, args: argparse.Namespace, step: int, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's micro-batches of a step: its slice of the windows that every rank draws alike from (seed, step)."""
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    sequences = ranks * args.device_batch_size * args.micro_steps
+    starts = torch.randint(corpus.train.windows, (sequences,), generator=generator)
+    for mine in starts.view(args.micro_steps, ranks, -1)[:, rank]:
+        yield corpus.train.batch(mine, args.device)
+
+
+# ---------------------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    """One layer: attention with rotated, normalised queries and keys, then an MLP with squared ReLU."""
+
+    def __init__(self, n_embd: int, n_head: int):
+        super().__init__()
+        self.n_head = n_head
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(n_embd), nn.RMSNorm(n_embd)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(n_embd, n_embd, bias=False))
+        self.up_proj = nn.Linear(n_embd, 4 * n_embd, bias=False)
+        self.down_proj = nn.Linear(4 * n_embd, n_embd, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)  # (B, T, C)
+        return x + self.down_proj(F.relu(self.up_proj(self.mlp_norm(x))).square())
+
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (proj(x).view(B, T, self.n_head, -1).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (rotate(F.rms_norm(heads, heads.shape[-1:]), cos, sin) for heads in (q, k))  # (B, n_head, T, C / n_head)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (RoPE): pairs of x (B, n_head, T, D) turn by an angle that grows with the position."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1).to(x.dtype)
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer: RoPE, RMSNorm, QK-norm without weight, no biases, an untied head.
+
+    `forward(tokens)`: tokens (B, T) int64 -> logits (B, T, vocab_size).
+    """
+
+    def __init__(self, vocab_size: int, depth: int, n_embd: int, n_head: int):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, n_embd)
+        self.layers = nn.ModuleList(Block(n_embd, n_head) for _ in range(depth))
+        self.norm = nn.RMSNorm(n_embd)
+        self.head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.head_size = n_embd // n_head
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * depth) if residual else 1))  # as GPT-2
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)  # (B, T, C)
+        rates = 10000.0 ** -torch.linspace(0, 1, self.head_size // 2 + 1, device=x.device, dtype=torch.float64)[:-1]
+        angles = torch.outer(torch.arange(tokens.shape[1], device=x.device, dtype=torch.float64), rates)  # (T, D / 2)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.head(self.norm(x))  # (B, T, vocab_size)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token; tokens and targets (B, T)."""
+    logits = model(tokens)
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# --------------------------------------------------------------------------------- model and optimizer, sharded
+
+
+def build(args: argparse.Namespace, vocab_size: int) -> GPT:
+    """The whole model on every rank, from the seed alone."""
+    torch.manual_seed(args.seed)
+    model = GPT(vocab_size, args.depth, args.n_embd, args.n_head)
+    return model.to(args.device, torch.float64 if args.dtype == "float64" else torch.float32)
+
+
+def shard(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> None:
+    """What a trainer adds for DMuon is the first two lines; the rest is FSDP2 as ever."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.dtype == "bfloat16" else MixedPrecisionPolicy()
+    if args.optimizer == "muon":
+        dmuon.dedicate_params(model, mesh, reshard_after_forward=args.zero == 3, mp_policy=policy)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=args.zero == 3, mp_policy=policy)
+
+
+def make_optimizer(model: GPT, args: argparse.Namespace) -> torch.optim.Optimizer:
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), args.adamw_lr, (0.9, 0.95), weight_decay=args.weight_decay)
+    return dmuon.Muon(model, args.muon_lr, args.momentum, weight_decay=args.weight_decay, ns_backend=args.ns,
+                      adjust_lr_fn=args.adjust_lr_fn, adamw_lr=args.adamw_lr)
+
+
+def multiplier(args: argparse.Namespace, step: int) -> float:
+    """Of both rates at a step: up, flat, down to `final_lr_frac`, linearly."""
+    rise = (step + 1) / max(1, args.warmup_frac * args.steps)
+    fall = (args.steps - step) / max(1, args.decay_frac * args.steps)
+    return min(1.0, rise, args.final_lr_frac + (1 - args.final_lr_frac) * min(1.0, fall))
+
+
+def clip(model: GPT, args: argparse.Namespace) -> float:
+    """Norm of the whole gradient before clipping."""
+    limit = args.grad_clip or math.inf
+    if args.optimizer == "muon":
+        return dmuon.clip_grad_norm_(model, limit).item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+# ------------------------------------------------------------------------------------------- what a run prints
+
+
+class Log:
+    """Rank 0 prints and writes `log.jsonl`: first the run's settings, then a record a step. Other ranks are silent."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.main = dist.get_rank() == 0
+        self.started, self.losses, self.file = time.perf_counter(), [], None
+        failure = None
+        if self.main:
+            try:
+                os.makedirs(args.out, exist_ok=True)
+                self.file = open(os.path.join(args.out, "log.jsonl"), "w")
+            except OSError as error:
+                failure = error
+        failed = torch.tensor(failure is not None, dtype=torch.int32, device=args.device)
+        dist.broadcast(failed, src=0)  # or the others would wait for a rank that has gone
+        if failed:
+            raise UsageError(f"--out {args.out}: cannot write log.jsonl there: {failure or 'see rank 0'}")
+
+    def print(self, text: str) -> None:
+        if self.main:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def write(self, **values) -> None:
+        if self.file:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+
+    def step(self, args: argparse.Namespace, step: int, loss: float, norm: float, lr: float, ms: dict[str, float]) -> None:
+        """A record for every step, a line for every `log_every`-th and the last."""
+        self.losses.append(loss)
+        total_ms = sum(ms.values())
+        self.write(step=step, loss=loss, norm=norm, lr=lr, tokens=step * args.total_batch_size, step_ms=round(total_ms, 2))
+        if step % args.log_every and step != args.steps:
+            return
+        left = (time.perf_counter() - self.started) / step * (args.steps - step)
+        line = (f"step {step:5d}/{args.steps} | loss {loss:.3f} | norm {norm:5.2f} | lr {lr:.4f} | {total_ms:.0f} ms "
+                f"(fwd+bwd {ms['fwd+bwd']:.0f}, opt {ms['opt']:.0f}) | {1000 * args.total_batch_size / total_ms:,.0f} tok/s")
+        if args.device == "cuda":
+            name = torch.cuda.get_device_name()
+            peak = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+            achieved = args.flops_per_token * args.total_batch_size / total_ms * 1000 / dist.get_world_size()
+            line += f" | mfu {achieved / peak:.1%}" if peak else ""
+            line += f" | mem {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+        self.print(f"{line} | eta {left / 60:.1f} min")
+
+
+def describe(model: GPT, corpus: Corpus, args: argparse.Namespace, why: str) -> Iterator[str]:
+    """The start-up block, before sharding: where it runs, what it trains, what a step is."""
+    ranks = dist.get_world_size()
+    yield f"{ranks} x {args.device} ({why}), {dist.get_backend()}, {args.dtype}, torch {torch.__version__}, mesh ({ranks},)"
+    yield (f"data   {corpus.name}: {corpus.train.numel:,} tokens to train, {corpus.val.numel:,} held out, vocabulary "
+           f"{corpus.vocab_size}, sha256 {corpus.sha256}")
+    total = sum(p.numel() for p in model.parameters())
+    yield f"model  {args.depth} layers, width {args.n_embd}, {args.n_head} heads, {total:,} parameters"
+    for family, chosen in (("Muon", args.optimizer == "muon"), ("AdamW", False)):
+        kinds = Counter(f"{'.'.join('*' if part.isdigit() else part for part in name.split('.'))} {'x'.join(map(str, p.shape))}"
+                        for name, p in model.named_parameters() if (is_matrix(name, p) and args.optimizer == "muon") == chosen)
+        if kinds and (chosen or family == "AdamW"):
+            yield f"{family:6} {sum(kinds.values())} tensors: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    yield (f"step   {args.total_batch_size:,} tokens = {ranks} ranks x {args.device_batch_size} sequences x {args.seq_len} "
+           f"tokens x {args.micro_steps} micro-steps, {args.steps} steps, Z{args.zero}")
+    if args.optimizer == "muon":
+        flops = sum(ns_flops(p.shape) for name, p in model.named_parameters() if is_matrix(name, p))
+        share = flops / (args.flops_per_token * args.total_batch_size)
+        yield f"NS     {flops:.2e} FLOPs a step, {share:.1%} of forward and backward, over {ranks} owners"
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    return name.startswith("layers.") and parameter.ndim == 2
+
+
+def loss_curve(losses: list[float], rows: int = 12, columns: int = 60) -> str:
+    """The losses as text, each column the mean of its steps."""
+    columns = min(columns, len(losses))
+    edges = [len(losses) * c // columns for c in range(columns + 1)]
+    means = [sum(losses[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
+    low, high = min(means), max(means)
+    height = [round((rows - 1) * (mean - low) / ((high - low) or 1)) for mean in means]
+    lines = []
+    for row in reversed(range(rows)):
+        label = f"{low + (high - low) * row / (rows - 1):7.3f} |" if row in (0, rows - 1) else "        |"
+        lines.append(label + "".join("*" if h == row else " " for h in height).rstrip())
+    return "\n".join([*lines, "        +" + "-" * columns + f" {len(losses)} steps"])
+
+
+# --------------------------------------------------------------------------------------------- evaluate, sample
+
+
+@torch.no_grad()
+def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace) -> float:
+    """Mean loss of the held-out windows: all ranks, equally many batches each, the same windows for any number of ranks."""
+    rank, ranks, size = dist.get_rank(), dist.get_world_size(), args.device_batch_size
+    count = -(-EVAL_WINDOWS // (ranks * size))
+    starts = torch.linspace(0, corpus.val.windows - 1, count * ranks * size, dtype=torch.float64).long()
+    total = torch.zeros((), dtype=torch.float64, device=args.device)
+    for mine in starts.view(count, ranks, size)[:, rank]:
+        total += loss_of(model, *corpus.val.batch(mine, args.device))
+    dist.all_reduce(total)
+    return total.item() / (count * ranks)
+
+
+@torch.no_grad()
+def sample(model: GPT, corpus: Corpus, args: argparse.Namespace, rows: int = 8, length: int = 48) -> str:
+    """`rows` texts that start after a newline (token 0 for .bin data). All ranks walk the forwards together."""
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = torch.full((rows, 1), ord("\n") if corpus.is_text else 0, device=args.device)
+    for _ in range(length):
+        logits = model(tokens[:, -args.seq_len :])[:, -1].double().cpu()  # (rows, vocab_size)
+        drawn = torch.multinomial(F.softmax(logits / 0.8, dim=-1), 1, generator=generator).to(args.device)
+        dist.broadcast(drawn, src=0)  # ranks on unlike machines may round unlike
+        tokens = torch.cat([tokens, drawn], dim=1)
+    if not corpus.is_text:
+        return "\n".join(" ".join(map(str, row)) for row in tokens[:, 1:].tolist())
+    texts = [bytes(row).decode(errors="backslashreplace") for row in tokens[:, 1:].tolist()]
+    texts = [text.split("\n")[0] if corpus.name == "unicode" else text for text in texts]
+    return "\n".join("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text) for text in texts)
+
+
+# ------------------------------------------------------------------------------------------------------- main
+
+
+def init_distributed(args: argparse.Namespace) -> DeviceMesh:
+    """The group of torchrun, or of one process without it; the 1-D mesh over all ranks."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        backend = "nccl" if args.device == "cuda" else "gloo"
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, **alone)
+    return init_device_mesh(args.device, (dist.get_world_size(),))
+
+
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace,
+               step: int) -> tuple[float, float, dict[str, float]]:
+    """One optimizer step: mean loss over ranks and micro-steps, norm of the gradient, milliseconds of the two parts."""
+    start = time.perf_counter()
+    total = torch.zeros((), dtype=torch.float64, device=args.device)
+    optimizer.zero_grad()
+    for tokens, targets in batches(corpus, args, step, dist.get_rank(), dist.get_world_size()):
+        loss = loss_of(model, tokens, targets) / args.micro_steps
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    loss = total.item() / dist.get_world_size()
+    middle = time.perf_counter()
+    norm = clip(model, args)
+    optimizer.step()
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    end = time.perf_counter()
+    return loss, norm, {"fwd+bwd": 1000 * (middle - start), "opt": 1000 * (end - middle)}
+
+
+def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace, log: Log) -> None:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: multiplier(args, step))
+    bar = tqdm(total=args.steps, disable=not (log.main and sys.stderr.isatty()), leave=False)
+    for step in range(1, args.steps + 1):
+        lr = optimizer.param_groups[0]["lr"]
+        loss, norm, ms = train_step(model, optimizer, corpus, args, step)
+        schedule.step()
+        log.step(args, step, loss, norm, lr, ms)
+        bar.update()
+        last = step == args.steps
+        if last or args.eval_every and step % args.eval_every == 0:
+            val = evaluate(model, corpus, args)
+            log.write(step=step, val_loss=val)
+            per_byte = f", {val / math.log(2):.3f} bits per byte" if corpus.is_text else ""
+            log.print(f"step {step:5d}/{args.steps} | val loss {val:.4f} nats per token{per_byte}")
+        if last or args.sample_every and step % args.sample_every == 0:
+            log.print("sample\n" + sample(model, corpus, args))
+    bar.close()
+    log.print("loss\n" + loss_curve(log.losses))
+
+
+@record
+def main(argv: list[str] | None = None) -> None:
+    """Parse, load, build, shard, train."""
+    args = parse(argv)
+    why = "asked for" if args.device != "auto" else "CUDA found" if torch.cuda.is_available() else "no CUDA found"
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    args = resolve(args, ranks)
+    corpus = load_corpus(args)
+    mesh = init_distributed(args)
+    log = Log(args)
+    model = build(args, corpus.vocab_size)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embed.weight.numel()
+    args.flops_per_token = 6 * matrices
+    log.print("\n".join(describe(model, corpus, args, why)))
+    shard(model, mesh, args)
+    if args.optimizer == "muon":
+        log.print(dmuon.ownership_table(model))
+    optimizer = make_optimizer(model, args)
+    log.write(options=vars(args), torch=torch.__version__, python=sys.version.split()[0], mesh=[ranks],
+              data_sha256=corpus.sha256, source_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16])
+    train(model, optimizer, corpus, args, log)
+    if log.file:
+        log.file.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        if dist.is_torchelastic_launched():
+            raise  # torchrun shows the recorded text
+        sys.exit(f"train_gpt.py: {error}")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

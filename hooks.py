@@ -177,7 +177,7 @@ class PackedBuffer:
         self.reduction = dist.reduce(flat, op=dist.ReduceOp.AVG, group=group, group_dst=self.owner, async_op=True)
 
     def finish_reduce(self) -> None:
-        """Wait; on the owner add the averaged gradients to `.grad`, as autograd would. The flat gradient lived for this."""
+        """Wait; on the owner add the averaged gradients to `.grad`, as autograd would, and let the flat gradient go."""
         self.reduction.wait()
         for p, view in zip(self.reduced, _split(self.gradient, self.reduced)):
             if self.is_owner:
@@ -255,7 +255,7 @@ class Backward:
         self.in_flight: list[PackedBuffer] = []  # whose reduces have been issued and not finished, in order
 
     def enter(self, boundary: Boundary) -> None:
-        """Once a backward: the boundary's matrices are unsharded; every earlier broadcast first, the next right after."""
+        """Once a backward: unshard the boundary; every earlier broadcast is issued first, the next one right after."""
         if boundary in self.seen:
             return
         self.seen.add(boundary)

@@ -4,19 +4,24 @@ Each test states one law in the first line of its docstring. The reference is on
 global batch; the ranks are real processes on gloo, each with its own data. Nothing is mocked.
 """
 
+import ast
 import collections
 import copy
 import dataclasses
+import io
 import itertools
+import json
 import math
 import multiprocessing
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 import traceback
 import warnings
 from collections import Counter
@@ -42,6 +47,7 @@ import dmuon
 import hooks
 import newton_schulz as ns
 import partition
+import train_gpt
 
 torch.set_num_threads(1)  # first of all: a child forked from a process with two threads hangs in its first matmul
 
@@ -2019,3 +2025,250 @@ def test_the_ownership_table_names_every_rank():
     """It prints the same map on every rank, with a column a rank."""
     tables = run(3, lambda rank: dmuon.ownership_table(shard(net())))
     assert tables[0] == tables[1] == tables[2] and "maps.*" in tables[0]
+
+
+# ------------------------------------------------------------------------------------------------------ train_gpt.py
+
+TINY = ["--depth=2", "--n_embd=32", "--n_head=2", "--seq_len=16", "--total_batch_size=128", "--steps=3", "--device=cpu",
+        "--eval_every=0"]
+
+
+FIRST_LOSSES = [5.72964876, 4.68635288, 3.85478379, 3.35085219, 3.09735722,
+                3.00929485, 2.77532259, 2.62181840, 2.54443475, 2.53236455]
+
+
+def train_gpt_log(rank: int, out: str, *options: str) -> list[dict]:
+    """Run the script's `main` on this rank; the records of its log.jsonl."""
+    train_gpt.main([f"--out={out}", *options])
+    with open(os.path.join(out, "log.jsonl")) as file:
+        return [json.loads(line) for line in file]
+
+
+def losses_of(records: list[dict]) -> list[float]:
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_the_default_corpus_is_the_same_everywhere():
+    """354,743 bytes of Unicode names, a tenth held out; the first ten losses in float64 are these numbers."""
+    data = train_gpt.unicode_names()
+    assert len(data) == 354_743 and data.count(b"\n") == 12_885
+
+    def law(rank):
+        with tempfile.TemporaryDirectory() as out:
+            return train_gpt_log(rank, out, "--dtype=float64", "--steps=10", "--device=cpu")
+
+    header, *records = run(1, law)[0]
+    assert header["data_sha256"] == "b6f666dd7e364b61"
+    assert losses_of(records) == pytest.approx(FIRST_LOSSES, abs=1e-6)
+    assert [r["step"] for r in records if "val_loss" in r] == [10]
+
+
+def test_the_script_logs_the_same_losses_on_any_number_of_ranks():
+    """Float64, 20 steps: 1, 2, 4, 8 ranks and two micro-steps agree to 1e-10, Z2 and Z3 to the last bit."""
+
+    def law(rank, out, *options):
+        return losses_of(train_gpt_log(rank, out, "--dtype=float64", "--steps=20", "--device=cpu", *options))
+
+    with tempfile.TemporaryDirectory() as out:
+        first = run(1, law, out)[0]
+        assert len(first) == 20 and first[-1] < first[0] - 2
+        for ranks, options in ((2, []), (4, []), (8, []), (4, ["--zero=2"]), (2, ["--device_batch_size=2"])):
+            losses = run(ranks, law, out, *options)[0]
+            assert losses == pytest.approx(first, abs=1e-10, rel=0), (ranks, options)
+            if ranks == 4:
+                assert losses == (z3 := losses if not options else z3)
+
+
+def write_tokens(path, tokens: list[int], header: list[int] | None = None) -> None:
+    with open(path, "wb") as file:
+        if header:
+            file.write(struct.pack("<256i", *header, *[0] * (256 - len(header))))
+        file.write(struct.pack(f"<{len(tokens)}H", *tokens))
+
+
+def test_every_kind_of_data_trains(tmp_path):
+    """A text file, a folder, one with train and val, a glob, nanoGPT's .bin, llm.c's .bin: the loss falls."""
+    tokens = [i * i % 97 for i in range(3000)]
+    for name in ("book.txt", "folder/a.txt", "folder/b.txt", "split/train.txt", "split/val.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("To be, or not to be, that is the question: \xe4\n" * 30)
+    for name in ("train.bin", "val.bin"):
+        (tmp_path / "nano").mkdir(exist_ok=True)
+        write_tokens(tmp_path / "nano" / name, tokens)
+        (tmp_path / "nano" / "meta.pkl").write_bytes(b"a pickle is not read")
+    write_tokens(tmp_path / "llmc.bin", tokens, [20240520, 1, len(tokens)])
+
+    def law(rank, data, vocabulary):
+        out = str(tmp_path / "out")
+        records = train_gpt_log(rank, out, *TINY, "--steps=6", f"--data={data}", f"--vocab_size={vocabulary}")
+        return records[0]["options"]["vocab_size"], losses_of(records)
+
+    kinds = {"book.txt": "auto", "folder": "auto", "split": "auto", "folder/*.txt": "auto", "nano": 97, "llmc.bin": 128}
+    for kind, vocabulary in kinds.items():
+        size, losses = run(2, law, tmp_path / kind, vocabulary)[0]
+        assert size == (256 if vocabulary == "auto" else vocabulary)
+        assert losses[-1] < losses[0] < 8, kind
+
+
+BROKEN_DATA = {
+    "missing": (None, "no such file"),
+    "empty.txt": (b"", "is empty"),
+    "empty.bin": (b"", "is empty"),
+    "short.txt": (b"to be", "has 5 tokens, fewer than one sequence of --seq_len 16"),
+    "zeros.npy": (b"\x93NUMPY\x01\x00" + b"\0" * 99, "neither text .* nor a .bin"),
+    "odd.bin": (b"x" * 999, "999 bytes, an odd number"),
+    "uint32.bin": (struct.pack("<i", 20240801) + b"\0" * 2000, "magic 20240801"),
+    "hellaswag.bin": (struct.pack("<i", 20240522) + b"\0" * 2000, "magic 20240522"),
+    "cut.bin": (struct.pack("<3i", 20240520, 1, 1000) + b"\0" * 2012, "broken llm.c file: .* 1000 tokens, 2024 bytes"),
+    "version.bin": (struct.pack("<3i", 20240520, 2, 500) + b"\0" * 2012, "broken llm.c file: version 2"),
+    "header.bin": (struct.pack("<2i", 20240520, 1), "broken llm.c file"),
+    "large.bin": (struct.pack("<1000H", *[7] * 999, 300), "has token 300 at position 999, outside .*vocab_size is 256"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_DATA)
+def test_broken_data_is_refused_by_name(name, tmp_path):
+    """Missing, empty, short, of an unknown format, cut, or with a token outside the vocabulary: file and reason."""
+    content, message = BROKEN_DATA[name]
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    args = train_gpt.resolve(train_gpt.parse([*TINY, f"--data={path}", "--vocab_size=256"]), 1)
+    with pytest.raises(train_gpt.UsageError, match=f"(?s){re.escape(name)}.*{message}"):
+        corpus = train_gpt.load_corpus(args)
+        for split in (corpus.train, corpus.val):
+            for start in range(split.windows):
+                split.window(start)
+
+
+def test_text_and_token_files_do_not_mix(tmp_path):
+    """A folder with both kinds is refused."""
+    (tmp_path / "a.txt").write_text("x" * 100)
+    write_tokens(tmp_path / "b.bin", [1] * 100)
+    with pytest.raises(train_gpt.UsageError, match="text and .bin files together"):
+        train_gpt.load_corpus(train_gpt.resolve(train_gpt.parse([*TINY, f"--data={tmp_path}"]), 1))
+
+
+REFUSED_OPTIONS = {
+    "--total_batch_size=5000 --device_batch_size=8": "x seq_len = 4 x 8 x 128 = 4096; nearest: 4096, 8192",
+    "--total_batch_size=100": "ranks x device_batch_size x seq_len = 4 x 1 x 128 = 512; nearest: 512",
+    "--n_head=3": r"--n_head 3: 2 x it must divide --n_embd 128; n_head may be \[1, 2, 4",
+    "--depth=0": "--depth: 0: must be int at least 1, or auto", "--depth=many": "--depth: many: must be int at least 1",
+    "--muon_lr=-1": "--muon_lr: -1: must be float at least 0", "--adamw_lr=nan": "--adamw_lr: nan: must be float",
+    "--momentum=1": "--momentum: 1: must be float between 0 and 0.9999", "--decay_frac=2": "between 0 and 1",
+    "--zero=1": "--zero: invalid choice", "--colour=red": "unrecognized arguments: --colour=red",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED_OPTIONS)
+def test_wrong_options_are_refused_with_the_way_out(options):
+    """One line that names the option, its value and what would do, before any process group."""
+    with pytest.raises(train_gpt.UsageError, match=REFUSED_OPTIONS[options]):
+        train_gpt.resolve(train_gpt.parse(["--device=cpu", *options.split()]), 4)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 16])
+def test_no_option_is_needed_on_any_number_of_ranks(ranks):
+    """The default batch is 1,024 tokens, or the next multiple that the ranks share equally."""
+    args = train_gpt.resolve(train_gpt.parse(["--device=cpu"]), ranks)
+    assert args.total_batch_size == -(-1024 // (128 * ranks)) * 128 * ranks
+    assert args.total_batch_size == ranks * args.device_batch_size * args.seq_len * args.micro_steps
+
+
+def test_all_ranks_see_one_global_batch(tmp_path):
+    """The windows of a step, put together, are the same for 1, 2 and 4 ranks and micro-steps; steps differ."""
+
+    def rows(step, ranks, size):
+        args = train_gpt.resolve(train_gpt.parse([*TINY, "--device_batch_size", str(size)]), ranks)
+        corpus = train_gpt.load_corpus(args)
+        tokens = [x for r in range(ranks) for x, _ in train_gpt.batches(corpus, args, step, r, ranks)]
+        return sorted(map(tuple, torch.cat(tokens).tolist()))
+
+    first = rows(1, 1, 8)
+    assert len(first) == 8 and first == rows(1, 2, 4) == rows(1, 2, 2) == rows(1, 4, 1)
+    assert first != rows(2, 1, 8)
+
+
+def test_the_sample_is_printable():
+    """Bytes that are no UTF-8 and control characters come out escaped; all ranks draw the same text."""
+
+    def law(rank):
+        args = train_gpt.resolve(train_gpt.parse([*TINY, "--data=" + os.path.abspath(__file__)]), dist.get_world_size())
+        corpus, model = train_gpt.load_corpus(args), train_gpt.build(args, 256)
+        train_gpt.shard(model, train_gpt.init_distributed(args), args)
+        return train_gpt.sample(model, corpus, args)
+
+    texts = run(2, law)
+    assert texts[0] == texts[1] and "\\x" in texts[0] and all(c.isprintable() or c == "\n" for c in texts[0])
+
+
+def test_the_script_imports_without_side_effects_and_trains_without_numpy(tmp_path):
+    """Without numpy: importing prints and starts nothing, three steps train, nothing is on stderr."""
+    script = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import train_gpt, torch.distributed as dist\n"
+        "assert not dist.is_initialized()\n"
+        "print('imported', flush=True)\n"
+        f"train_gpt.main({[*TINY, f'--out={tmp_path}']!r})\n"
+        "assert 'torch.distributed.checkpoint' not in sys.modules\n"
+    )
+    here = os.path.dirname(os.path.abspath(__file__))
+    done = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("imported\nrun    1 x cpu") and "val loss" in done.stdout
+    assert done.stderr == ""
+
+
+def test_an_error_is_one_line_alone_and_under_torchrun(tmp_path):
+    """Plain python prints the message only; torchrun shows it near the end of its report, with every rank's end."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    wrong = ["train_gpt.py", "--device=cpu", "--data=nowhere.txt"]
+    options = dict(cwd=here, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([sys.executable, *wrong], **options)
+    assert done.returncode == 1
+    assert done.stderr == "train_gpt.py: --data nowhere.txt: no such file, and no folder or glob with files in it\n"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*launch, *wrong], **options)
+    assert done.returncode == 1
+    assert "--data nowhere.txt: no such file" in "\n".join(done.stderr.splitlines()[-12:])
+
+
+def test_an_unwritable_folder_ends_every_rank(tmp_path):
+    """Rank 0 cannot write the log: all ranks raise instead of waiting for it."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+
+    def law(rank):
+        with pytest.raises(train_gpt.UsageError, match="cannot write log.jsonl there"):
+            train_gpt.main([*TINY, f"--out={blocked}/out"])
+        return True
+
+    assert run(2, law) == [True, True]
+
+
+# ------------------------------------------------------------------------------------------------------- the repository
+
+SIZE_LIMITS = {"newton_schulz.py": 300, "partition.py": 300, "hooks.py": 300, "dmuon.py": 450, "train_gpt.py": 500}
+
+
+def code_lines(path: str) -> int:
+    """Lines with code: no blank, comment or docstring lines."""
+    source, documentation = open(path).read(), set()
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(getattr(body[0], "value", None), ast.Constant):
+            documentation |= set(range(body[0].lineno, body[0].end_lineno + 1))
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {line for t in tokens if t.type not in layout for line in range(t.start[0], t.end[0] + 1)}
+    return len(lines - documentation)
+
+
+def test_every_file_keeps_its_size_promise():
+    """Code lines: concept files at most 300, dmuon.py 450, train_gpt.py 500; no line over 120 columns."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    for name, limit in SIZE_LIMITS.items():
+        path = os.path.join(here, name)
+        assert code_lines(path) <= limit, name
+        assert all(len(line) <= 121 for line in open(path)), name

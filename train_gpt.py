@@ -11,7 +11,7 @@ The default data are the names of the Unicode characters, one a line, which Pyth
 legible sample in two minutes on a laptop. It is small, so a large model overfits.
 
 The same seed gives the same weights and the same batches on any number of ranks: every rank builds the whole model
-from the seed and draws the whole step's batch from (seed, step), then keeps its slice. In float64, 1 and 8 ranks log the
+from the seed, draws the whole step's batch from (seed, step), and keeps its slice. In float64, 1 and 8 ranks log the
 same losses to ten digits.
 """
 
@@ -22,13 +22,14 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import time
 import unicodedata
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,64 +55,80 @@ EVAL_WINDOWS = 128  # sequences of the held-out data, evenly spaced, the same fo
 
 
 class UsageError(ValueError):
-    """What the user can mend: an option, a file. One line, the same on every rank, before the process group."""
+    """What the user can mend, an option or a file: one line, the same on every rank, before the process group."""
 
 
 # ------------------------------------------------------------------------------------------------- settings
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options as given; what depends on the device or the ranks is filled in by `resolve`."""
-    parser = argparse.ArgumentParser(
-        description="Train a GPT: Muon with one owner per matrix, FSDP2 and AdamW for the rest.",
-        epilog="example: torchrun --nproc_per_node=4 train_gpt.py --data=book.txt --depth=6 --steps=2000 --zero=2",
-    )
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(message)  # `record` shows an exception under torchrun, an exit code it does not
 
-    def group(name: str, **options: tuple) -> None:
-        section = parser.add_argument_group(name)
-        for option, (default, text, *rest) in options.items():
-            kind = rest[0] if rest else type(default)
-            choices = kind if isinstance(kind, tuple) else None
-            kind = type(kind[0]) if choices else kind
-            section.add_argument(f"--{option}", default=default, type=kind, choices=choices, help=f"{text} [{default}]",
-                                 metavar=None if choices else kind.__name__.upper())
+
+def number(kind: type, low: float, high: float = math.inf, auto: bool = False) -> Callable[[str], float | str]:
+    """An argparse type: an int or float in [low, high], or 'auto' if that is allowed."""
+
+    def convert(text: str) -> float | str:
+        try:
+            value = low if auto and text == "auto" else kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"{text}: must be {kind.__name__} {bounds}" + ", or auto" * auto)
+        return text if auto and text == "auto" else value
+
+    return convert
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options as given; `resolve` fills in what depends on the device and the ranks."""
+    parser = Parser(description="Train a GPT: Muon with one owner per matrix, FSDP2 and AdamW for the rest.",
+                    epilog="example: torchrun --nproc_per_node=4 train_gpt.py --data=book.txt --depth=6 --steps=2000")
+    auto, share, rate = number(int, 1, auto=True), number(float, 0, 1), number(float, 0)
+
+    def group(title: str, **options: tuple) -> None:
+        section = parser.add_argument_group(title)
+        for name, (default, kind, text) in options.items():
+            how = dict(choices=kind, type=type(kind[0])) if isinstance(kind, tuple) else dict(type=kind, metavar="X")
+            section.add_argument(f"--{name}", default=default, help=f"{text} [{default}]", **how)
 
     group("data",
-          data=("unicode", "'unicode', or a text file, .bin file, folder or glob, e.g. --data='corpus/*.txt'"),
-          vocab_size=("auto", "tokens in the vocabulary; auto: 256 for bytes, 50304 for .bin"),
-          seq_len=("auto", "tokens in a sequence; auto: 128 on CPU, 1024 on CUDA"))
-    group("model",
-          depth=("auto", "layers; auto: 4 on CPU, 12 on CUDA"),
-          n_embd=("auto", "width; auto: 32 x depth on CPU, 64 x depth on CUDA"),
-          n_head=("auto", "attention heads; auto: depth"))
-    group("batch",
-          total_batch_size=("auto", "tokens in a step, over all ranks; auto: 1024 on CPU, 524288 on CUDA, or just above"),
-          device_batch_size=("auto", "sequences a rank takes through the model at once; auto: at most 32"),
-          steps=("auto", "optimizer steps; auto: 400 on CPU, 1000 on CUDA"))
-    group("optimizer",
-          optimizer=("muon", "muon: matrices by Muon, the rest by AdamW; adamw: all by AdamW", ("muon", "adamw")),
-          muon_lr=(0.02, "rate of the matrices, before --adjust_lr_fn"),
-          adamw_lr=(3e-3, "rate of what AdamW trains"),
-          weight_decay=(0.0, "decoupled weight decay of the matrices (adamw: of everything)"),
-          momentum=(0.95, "Muon's momentum"),
-          ns=("gram", "Newton-Schulz on the Gram matrix or directly", ("gram", "direct")),
-          adjust_lr_fn=("match_rms_adamw", "how a matrix's shape scales its rate", ("match_rms_adamw", "original")),
-          grad_clip=(1.0, "largest norm of the whole gradient; 0: no clipping"))
-    group("schedule (one multiplier for both rates)",
-          warmup_frac=(0.0, "fraction of the steps that rise from 0"),
-          decay_frac=(0.4, "fraction of the steps that fall at the end"),
-          final_lr_frac=(0.0, "where the fall ends, as a fraction of the rate"))
-    group("parallel",
-          zero=(3, "3: free full weights after the forward; 2: keep them for the backward", (3, 2)))
-    group("run",
-          out=("out", "folder of log.jsonl"),
-          eval_every=(100, "steps between evaluations; 0: only at the end"),
-          sample_every=(0, "steps between samples; 0: only at the end"),
-          log_every=(10, "steps between printed lines"),
-          seed=(0, "of weights and batches"),
-          dtype=("auto", "float32, float64, or bfloat16 compute on float32 weights; auto: float32 on CPU, else bfloat16",
-                 ("auto", *DTYPES)),
-          device=("auto", "auto: cuda if there is one", ("auto", "cpu", "cuda")))
+          data=("unicode", str, "'unicode', a text file, a .bin file, a folder or a glob, e.g. --data='books/*.txt'"),
+          vocab_size=("auto", auto, "tokens in the vocabulary; auto: 256 for bytes, 50304 for .bin"),
+          seq_len=("auto", auto, "tokens in a sequence; auto: 128 on CPU, 1024 on CUDA"))
+    group("model, e.g. --depth=6",
+          depth=("auto", auto, "layers; auto: 4 on CPU, 12 on CUDA"),
+          n_embd=("auto", auto, "width; auto: 32 x depth on CPU, 64 x depth on CUDA"),
+          n_head=("auto", auto, "attention heads; auto: depth"))
+    group("batch, e.g. --total_batch_size=8192 --device_batch_size=4",
+          total_batch_size=("auto", auto, "tokens in a step over all ranks; auto: 1024 (CUDA: 524288) or just above"),
+          device_batch_size=("auto", auto, "sequences a rank takes through the model at once; auto: at most 32"),
+          steps=("auto", auto, "optimizer steps; auto: 400 on CPU, 1000 on CUDA"))
+    group("optimizer, e.g. --muon_lr=0.01 --ns=direct",
+          optimizer=("muon", ("muon", "adamw"), "muon: matrices by Muon, the rest by AdamW; adamw: all by AdamW"),
+          muon_lr=(0.02, rate, "rate of the matrices, before --adjust_lr_fn"),
+          adamw_lr=(3e-3, rate, "rate of what AdamW trains"),
+          weight_decay=(0.0, rate, "decoupled weight decay of the matrices (adamw: of everything)"),
+          momentum=(0.95, number(float, 0, 0.9999), "Muon's momentum"),
+          ns=("gram", ("gram", "direct"), "Newton-Schulz on the Gram matrix or directly"),
+          adjust_lr_fn=("match_rms_adamw", ("match_rms_adamw", "original"), "how a matrix's shape scales its rate"),
+          grad_clip=(1.0, rate, "largest norm of the whole gradient; 0: no clipping"))
+    group("schedule, one multiplier for both rates, e.g. --warmup_frac=0.05",
+          warmup_frac=(0.0, share, "fraction of the steps that rise from 0"),
+          decay_frac=(0.4, share, "fraction of the steps that fall at the end"),
+          final_lr_frac=(0.0, share, "where the fall ends, as a fraction of the rate"))
+    group("parallel, e.g. --zero=2",
+          zero=(3, (3, 2), "3: free full weights after the forward; 2: keep them for the backward"))
+    group("run, e.g. --dtype=float64 --out=check",
+          out=("out", str, "folder of log.jsonl"),
+          eval_every=(100, number(int, 0), "steps between evaluations; 0: only at the end"),
+          sample_every=(0, number(int, 0), "steps between samples; 0: only at the end"),
+          log_every=(10, number(int, 1), "steps between printed lines"),
+          seed=(0, number(int, 0), "of weights and batches"),
+          dtype=("auto", ("auto", *DTYPES), "bfloat16: compute, on float32 weights; auto: float32, on CUDA bfloat16"),
+          device=("auto", ("auto", "cpu", "cuda"), "auto: cuda if there is one"))
     return parser.parse_args(argv)
 
 
@@ -121,60 +138,35 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
     Raises:
         UsageError: names the option, its value, the arithmetic and the nearest legal values.
     """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this torch sees no CUDA device; use --device=cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     cuda = args.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this torch sees no CUDA device; use --device=cpu")
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if cuda else "float32"
-    _fill(args, "seq_len", 1024 if cuda else 128)
-    _fill(args, "depth", 12 if cuda else 4)
-    _fill(args, "n_embd", (64 if cuda else 32) * args.depth)
-    _fill(args, "n_head", args.depth)
-    _fill(args, "steps", 1000 if cuda else 400)
+    _fill(args, dtype="bfloat16" if cuda else "float32", seq_len=1024 if cuda else 128, depth=12 if cuda else 4)
+    _fill(args, n_embd=(64 if cuda else 32) * args.depth, n_head=args.depth, steps=1000 if cuda else 400)
     if args.n_embd % (2 * args.n_head):
-        legal = [h for h in range(1, args.n_embd + 1) if args.n_embd % (2 * h) == 0]
-        raise UsageError(f"--n_head {args.n_head}: --n_embd {args.n_embd} must be a multiple of 2 x n_head; n_head may be "
-                         f"{', '.join(map(str, legal[:8]))}")
-    for name in ("warmup_frac", "decay_frac", "final_lr_frac"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise UsageError(f"--{name} {getattr(args, name)}: must be between 0 and 1")
-    for name in ("muon_lr", "adamw_lr", "weight_decay", "grad_clip", "eval_every", "sample_every"):
-        if not getattr(args, name) >= 0:
-            raise UsageError(f"--{name} {getattr(args, name)}: must be 0 or more")
-    if not 0 <= args.momentum < 1 or args.log_every < 1:
-        raise UsageError(f"--momentum {args.momentum}: must be in [0, 1); --log_every {args.log_every}: must be 1 or more")
-    _resolve_batch(args, ranks, 524288 if cuda else 1024)
+        legal = [n for n in range(1, args.n_embd) if args.n_embd % (2 * n) == 0]
+        raise UsageError(f"--n_head {args.n_head}: 2 x it must divide --n_embd {args.n_embd}; n_head may be {legal}")
+    unit = ranks * args.seq_len * (1 if args.device_batch_size == "auto" else args.device_batch_size)
+    _fill(args, total_batch_size=-(-(524288 if cuda else 1024) // unit) * unit)
+    if args.total_batch_size % unit:
+        low = args.total_batch_size // unit * unit
+        factors = f"{ranks} x {unit // ranks // args.seq_len} x {args.seq_len} = {unit}"
+        nearest = ", ".join(str(n) for n in (low, low + unit) if n)
+        raise UsageError(f"--total_batch_size {args.total_batch_size}: must be a multiple of ranks x device_batch_size "
+                         f"x seq_len = {factors}; nearest: {nearest}")
+    sequences = args.total_batch_size // (ranks * args.seq_len)
+    _fill(args, device_batch_size=max(b for b in range(1, min(32, sequences) + 1) if sequences % b == 0))
+    args.micro_steps = sequences // args.device_batch_size
     return args
 
 
-def _fill(args: argparse.Namespace, name: str, default: int) -> None:
-    """An integer option that may be 'auto'."""
-    given = getattr(args, name)
-    if given == "auto":
-        setattr(args, name, default)
-        return
-    if not str(given).isdecimal() or int(given) < 1:
-        raise UsageError(f"--{name} {given}: must be a positive integer or auto")
-    setattr(args, name, int(given))
-
-
-def _resolve_batch(args: argparse.Namespace, ranks: int, tokens: int) -> None:
-    """total_batch_size = ranks x device_batch_size x seq_len x micro_steps."""
-    fixed = args.device_batch_size != "auto"
-    _fill(args, "device_batch_size", 1)
-    unit = ranks * args.device_batch_size * args.seq_len
-    _fill(args, "total_batch_size", -(-tokens // unit) * unit)
-    if args.total_batch_size % unit:
-        low, factors = args.total_batch_size // unit * unit, f"{ranks} x {args.device_batch_size} x {args.seq_len}"
-        nearest = ", ".join(str(n) for n in (low, low + unit) if n)
-        raise UsageError(f"--total_batch_size {args.total_batch_size}: must be a multiple of ranks x device_batch_size x "
-                         f"seq_len = {factors} = {unit}; nearest: {nearest}")
-    if not fixed:
-        sequences = args.total_batch_size // (ranks * args.seq_len)
-        args.device_batch_size = max(b for b in range(1, min(32, sequences) + 1) if sequences % b == 0)
-    args.micro_steps = args.total_batch_size // (ranks * args.device_batch_size * args.seq_len)
+def _fill(args: argparse.Namespace, **values: int | str) -> None:
+    """Give options that are 'auto' their values."""
+    for name, value in values.items():
+        if getattr(args, name) == "auto":
+            setattr(args, name, value)
 
 
 # ----------------------------------------------------------------------------------------------------- data
@@ -219,8 +211,9 @@ class Split:
         window = tokens[start : start + self.seq_len + 1].to(torch.int64)
         if window.max() >= self.vocab_size:  # here, where file and position are known; the embedding only says 'index'
             position = int((window >= self.vocab_size).nonzero()[0])
-            raise UsageError(f"--data: token {int(window[position])} at position {offset + start + position} of '{name}' "
-                             f"is outside the vocabulary; --vocab_size is {self.vocab_size}")
+            token, position = int(window[position]), offset + start + position
+            raise UsageError(f"--data: '{name}' has token {token} at position {position}, outside the vocabulary; "
+                             f"--vocab_size is {self.vocab_size}")
         return window
 
     def batch(self, starts: Tensor, device: str) -> tuple[Tensor, Tensor]:
@@ -243,7 +236,7 @@ def load_corpus(args: argparse.Namespace) -> Corpus:
     """The data that `--data` names, split into training and held-out files.
 
     Raises:
-        UsageError: nothing there, an empty file, an unknown format, text and .bin mixed, a file shorter than a sequence.
+        UsageError: nothing there, an empty or too short file, an unknown format, text and .bin mixed.
     """
     if args.data == "unicode":
         data = torch.frombuffer(bytearray(unicode_names()), dtype=torch.uint8)
@@ -253,7 +246,7 @@ def load_corpus(args: argparse.Namespace) -> Corpus:
     is_text = train[0][1].dtype == torch.uint8
     if any((tokens.dtype == torch.uint8) != is_text for _, tokens, _ in train + val):
         raise UsageError(f"--data {args.data}: text and .bin files together; name one kind")
-    _fill(args, "vocab_size", 256 if is_text else 50304)
+    _fill(args, vocab_size=256 if is_text else 50304)
     digest = hashlib.sha256()
     for _, tokens, _ in train + val:
         digest.update(bytes(tokens[: 1 << 20].view(torch.uint8).tolist()))
@@ -289,7 +282,7 @@ def _cut(files: list[tuple[str, Tensor, int]]) -> tuple[list, list]:
 
 
 def read_tokens(path: Path) -> tuple[Tensor, int]:
-    """A file's tokens, mapped: text as bytes (uint8), .bin of nanoGPT or llm.c as uint16. The 0 is the first's position.
+    """A file's tokens, mapped: text as bytes (uint8), .bin of nanoGPT or llm.c as uint16; and the first one's position.
 
     Raises:
         UsageError: names the file and what is wrong with it.
@@ -299,6 +292,8 @@ def read_tokens(path: Path) -> tuple[Tensor, int]:
         raise UsageError(f"--data: '{path}' is empty")
     data = torch.from_file(str(path), size=size, dtype=torch.uint8)
     if path.suffix != ".bin":
+        if (data[:4096] == 0).any():
+            raise UsageError(f"--data: '{path}' is neither text (it has a zero byte) nor a .bin token file")
         return data, 0
     magic = int(data[:4].view(torch.int32)) if size >= 4 else 0
     if magic in (20240801, 20240522):
@@ -307,15 +302,16 @@ def read_tokens(path: Path) -> tuple[Tensor, int]:
     if magic == 20240520:
         version, tokens = data[4:12].view(torch.int32).tolist() if size >= 12 else (0, 0)
         if version != 1 or size != 1024 + 2 * tokens:
-            raise UsageError(f"--data: '{path}' is a broken llm.c file: version {version} and {tokens} tokens need version "
-                             f"1 and {1024 + 2 * tokens} bytes, it has {size}")
+            raise UsageError(f"--data: '{path}' is a broken llm.c file: version {version}, {tokens} tokens, {size} "
+                             f"bytes; expected version 1 and 1024 + 2 x tokens = {1024 + 2 * tokens} bytes")
         data = data[1024:]
     if len(data) % 2:
         raise UsageError(f"--data: '{path}' has {size} bytes, an odd number; a .bin file holds uint16 tokens")
     return data.view(torch.uint16), 0
 
 
-def batches(corpus: Corpus, args: argparse.Namespace, step: int, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(corpus: Corpus, args: argparse.Namespace, step: int, rank: int,
+            ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's micro-batches of a step: its slice of the windows that every rank draws alike from (seed, step)."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     sequences = ranks * args.device_batch_size * args.micro_steps
@@ -345,7 +341,8 @@ class Block(nn.Module):
 
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, C = x.shape
-        q, k, v = (proj(x).view(B, T, self.n_head, -1).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (projection(x).view(B, T, self.n_head, -1).transpose(1, 2) for projection in projections)
         q, k = (rotate(F.rms_norm(heads, heads.shape[-1:]), cos, sin) for heads in (q, k))  # (B, n_head, T, C / n_head)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -370,10 +367,6 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(n_embd)
         self.head = nn.Linear(n_embd, vocab_size, bias=False)
         self.head_size = n_embd // n_head
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * depth) if residual else 1))  # as GPT-2
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)  # (B, T, C)
@@ -465,20 +458,20 @@ class Log:
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
 
-    def step(self, args: argparse.Namespace, step: int, loss: float, norm: float, lr: float, ms: dict[str, float]) -> None:
+    def step(self, args: argparse.Namespace, step: int, loss: float, norm: float, lr: float, ms: dict) -> None:
         """A record for every step, a line for every `log_every`-th and the last."""
         self.losses.append(loss)
-        total_ms = sum(ms.values())
-        self.write(step=step, loss=loss, norm=norm, lr=lr, tokens=step * args.total_batch_size, step_ms=round(total_ms, 2))
+        step_ms, tokens = sum(ms.values()), args.total_batch_size
+        self.write(step=step, loss=loss, norm=norm, lr=lr, tokens=step * tokens, step_ms=round(step_ms, 2))
         if step % args.log_every and step != args.steps:
             return
         left = (time.perf_counter() - self.started) / step * (args.steps - step)
-        line = (f"step {step:5d}/{args.steps} | loss {loss:.3f} | norm {norm:5.2f} | lr {lr:.4f} | {total_ms:.0f} ms "
-                f"(fwd+bwd {ms['fwd+bwd']:.0f}, opt {ms['opt']:.0f}) | {1000 * args.total_batch_size / total_ms:,.0f} tok/s")
+        line = (f"step {step:5d}/{args.steps} | loss {loss:.3f} | norm {norm:5.2f} | lr {lr:.4f} | {step_ms:.0f} ms "
+                f"(fwd+bwd {ms['fwd+bwd']:.0f}, opt {ms['opt']:.0f}) | {1000 * tokens / step_ms:,.0f} tok/s")
         if args.device == "cuda":
             name = torch.cuda.get_device_name()
             peak = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-            achieved = args.flops_per_token * args.total_batch_size / total_ms * 1000 / dist.get_world_size()
+            achieved = args.flops_per_token * tokens / step_ms * 1000 / dist.get_world_size()
             line += f" | mfu {achieved / peak:.1%}" if peak else ""
             line += f" | mem {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         self.print(f"{line} | eta {left / 60:.1f} min")
@@ -487,26 +480,23 @@ class Log:
 def describe(model: GPT, corpus: Corpus, args: argparse.Namespace, why: str) -> Iterator[str]:
     """The start-up block, before sharding: where it runs, what it trains, what a step is."""
     ranks = dist.get_world_size()
-    yield f"{ranks} x {args.device} ({why}), {dist.get_backend()}, {args.dtype}, torch {torch.__version__}, mesh ({ranks},)"
+    yield f"run    {ranks} x {args.device} ({why}), {dist.get_backend()}, {args.dtype}, torch {torch.__version__}"
     yield (f"data   {corpus.name}: {corpus.train.numel:,} tokens to train, {corpus.val.numel:,} held out, vocabulary "
            f"{corpus.vocab_size}, sha256 {corpus.sha256}")
     total = sum(p.numel() for p in model.parameters())
     yield f"model  {args.depth} layers, width {args.n_embd}, {args.n_head} heads, {total:,} parameters"
-    for family, chosen in (("Muon", args.optimizer == "muon"), ("AdamW", False)):
-        kinds = Counter(f"{'.'.join('*' if part.isdigit() else part for part in name.split('.'))} {'x'.join(map(str, p.shape))}"
-                        for name, p in model.named_parameters() if (is_matrix(name, p) and args.optimizer == "muon") == chosen)
-        if kinds and (chosen or family == "AdamW"):
-            yield f"{family:6} {sum(kinds.values())} tensors: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    yield (f"step   {args.total_batch_size:,} tokens = {ranks} ranks x {args.device_batch_size} sequences x {args.seq_len} "
-           f"tokens x {args.micro_steps} micro-steps, {args.steps} steps, Z{args.zero}")
-    if args.optimizer == "muon":
-        flops = sum(ns_flops(p.shape) for name, p in model.named_parameters() if is_matrix(name, p))
-        share = flops / (args.flops_per_token * args.total_batch_size)
-        yield f"NS     {flops:.2e} FLOPs a step, {share:.1%} of forward and backward, over {ranks} owners"
-
-
-def is_matrix(name: str, parameter: Tensor) -> bool:
-    return name.startswith("layers.") and parameter.ndim == 2
+    families = {"Muon": [], "AdamW": []}
+    for name, p in model.named_parameters():
+        is_matrix = args.optimizer == "muon" and name.startswith("layers.") and p.ndim == 2
+        families["Muon" if is_matrix else "AdamW"].append((re.sub(r"\.\d+\.", ".*.", name), tuple(p.shape)))
+    for family, tensors in families.items():
+        kinds = ", ".join(f"{n} {name} {'x'.join(map(str, shape))}" for (name, shape), n in Counter(tensors).items())
+        yield f"{family:6} {len(tensors)} tensors: {kinds}"
+    flops = sum(ns_flops(shape) for _, shape in families["Muon"])
+    share = flops / (args.flops_per_token * args.total_batch_size)
+    yield (f"step   {args.total_batch_size:,} tokens = {ranks} ranks x {args.device_batch_size} sequences x "
+           f"{args.seq_len} tokens x {args.micro_steps} micro-steps; {args.steps} steps in Z{args.zero}; Newton-Schulz "
+           f"{flops:.1e} FLOPs, {share:.1%} of forward and backward")
 
 
 def loss_curve(losses: list[float], rows: int = 12, columns: int = 60) -> str:
@@ -528,7 +518,7 @@ def loss_curve(losses: list[float], rows: int = 12, columns: int = 60) -> str:
 
 @torch.no_grad()
 def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace) -> float:
-    """Mean loss of the held-out windows: all ranks, equally many batches each, the same windows for any number of ranks."""
+    """Mean loss of the held-out windows, the same for any number of ranks; every rank runs equally many batches."""
     rank, ranks, size = dist.get_rank(), dist.get_world_size(), args.device_batch_size
     count = -(-EVAL_WINDOWS // (ranks * size))
     starts = torch.linspace(0, corpus.val.windows - 1, count * ranks * size, dtype=torch.float64).long()

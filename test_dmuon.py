@@ -59,6 +59,7 @@ TIMEOUT_S = 60
 
 def _child(rank: int, ranks: int, folder: str, law: Callable, args: tuple) -> None:
     """Join the group, run the law, leave its return value or its traceback in the folder."""
+    torch.set_num_threads(1)  # again: torch 2.14 forgets it in a forked child, and gloo's threads then abort
     try:
         store = dist.FileStore(os.path.join(folder, "rendezvous"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
@@ -2122,6 +2123,7 @@ BROKEN_DATA = {
     "cut.bin": (struct.pack("<3i", 20240520, 1, 1000) + b"\0" * 2012, "broken llm.c file: .* 1000 tokens, 2024 bytes"),
     "version.bin": (struct.pack("<3i", 20240520, 2, 500) + b"\0" * 2012, "broken llm.c file: version 2"),
     "header.bin": (struct.pack("<2i", 20240520, 1), "broken llm.c file"),
+    "other.bin": (struct.pack("<i", 20240999) + b"\0" * 2000, "magic 20240999"),
     "large.bin": (struct.pack("<1000H", *[7] * 999, 300), "has token 300 at position 999, outside .*vocab_size is 256"),
 }
 
@@ -2156,7 +2158,9 @@ REFUSED_OPTIONS = {
     "--depth=0": "--depth: 0: must be int at least 1, or auto", "--depth=many": "--depth: many: must be int at least 1",
     "--muon_lr=-1": "--muon_lr: -1: must be float at least 0", "--adamw_lr=nan": "--adamw_lr: nan: must be float",
     "--momentum=1": "--momentum: 1: must be float between 0 and 0.9999", "--decay_frac=2": "between 0 and 1",
-    "--zero=1": "--zero: invalid choice", "--colour=red": "unrecognized arguments: --colour=red",
+    "--muon_lr=inf": "--muon_lr: inf: must be float", "--n_embd=63": "--n_embd 63: must be even",
+    "--zero=1": "--zero: invalid choice", "--see=3": "unrecognized arguments: --see=3",
+    "--colour=red": "unrecognized arguments: --colour=red",
 }
 
 
@@ -2240,7 +2244,7 @@ def test_an_unwritable_folder_ends_every_rank(tmp_path):
     blocked.write_text("")
 
     def law(rank):
-        with pytest.raises(train_gpt.UsageError, match="cannot write log.jsonl there"):
+        with pytest.raises(train_gpt.UsageError, match="cannot write log.jsonl there: Not a directory"):
             train_gpt.main([*TINY, f"--out={blocked}/out"])
         return True
 

@@ -51,6 +51,7 @@ from partition import ns_flops
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16, for MFU
+UNICODE_SHA256 = "b6f666dd7e364b61"  # of the default corpus on CPython 3.8 to 3.13
 EVAL_WINDOWS = 128  # sequences of the held-out data, evenly spaced, the same for any number of ranks
 
 
@@ -74,7 +75,7 @@ def number(kind: type, low: float, high: float = math.inf, auto: bool = False) -
             value = low if auto and text == "auto" else kind(text)
         except ValueError:
             value = math.nan
-        if not low <= value <= high:
+        if not (low <= value <= high and value < math.inf):
             bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise argparse.ArgumentTypeError(f"{text}: must be {kind.__name__} {bounds}" + ", or auto" * auto)
         return text if auto and text == "auto" else value
@@ -85,6 +86,7 @@ def number(kind: type, low: float, high: float = math.inf, auto: bool = False) -
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options as given; `resolve` fills in what depends on the device and the ranks."""
     parser = Parser(description="Train a GPT: Muon with one owner per matrix, FSDP2 and AdamW for the rest.",
+                    allow_abbrev=False,
                     epilog="example: torchrun --nproc_per_node=4 train_gpt.py --data=book.txt --depth=6 --steps=2000")
     auto, share, rate = number(int, 1, auto=True), number(float, 0, 1), number(float, 0)
 
@@ -138,13 +140,16 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
     Raises:
         UsageError: names the option, its value, the arithmetic and the nearest legal values.
     """
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this torch sees no CUDA device; use --device=cpu")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus, local_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.device == "cuda" and gpus < local_ranks:
+        raise UsageError(f"--device cuda: {local_ranks} local ranks and {gpus} CUDA devices; use --device=cpu")
+    args.why = "as asked" if args.device != "auto" else f"{gpus} CUDA devices for {local_ranks} local ranks"
+    _fill(args, device="cuda" if gpus >= local_ranks else "cpu")
     cuda = args.device == "cuda"
     _fill(args, dtype="bfloat16" if cuda else "float32", seq_len=1024 if cuda else 128, depth=12 if cuda else 4)
     _fill(args, n_embd=(64 if cuda else 32) * args.depth, n_head=args.depth, steps=1000 if cuda else 400)
+    if args.n_embd % 2:
+        raise UsageError(f"--n_embd {args.n_embd}: must be even, a multiple of 2 x n_head")
     if args.n_embd % (2 * args.n_head):
         legal = [n for n in range(1, args.n_embd) if args.n_embd % (2 * n) == 0]
         raise UsageError(f"--n_head {args.n_head}: 2 x it must divide --n_embd {args.n_embd}; n_head may be {legal}")
@@ -177,8 +182,6 @@ def unicode_names() -> bytes:
     ideographs = ("CJK UNIFIED IDEOGRAPH-", "CJK COMPATIBILITY IDEOGRAPH-", "HANGUL SYLLABLE ")
     names = [unicodedata.ucd_3_2_0.name(chr(code), "") for code in range(sys.maxunicode + 1)]
     names = [name for name in names if name and not name.startswith(ideographs)]
-    if not hashlib.sha256("\n".join(names).encode()).hexdigest().startswith("03ce3aea0397e841"):
-        print("the Unicode names of this Python differ from those that the README's losses were made with")
     random.Random(0).shuffle(names)
     return "\n".join(names).encode()
 
@@ -239,8 +242,8 @@ def load_corpus(args: argparse.Namespace) -> Corpus:
         UsageError: nothing there, an empty or too short file, an unknown format, text and .bin mixed.
     """
     if args.data == "unicode":
-        data = torch.frombuffer(bytearray(unicode_names()), dtype=torch.uint8)
-        train, val = _cut([("unicode names", data, 0)])
+        names = torch.frombuffer(bytearray(unicode_names()), dtype=torch.uint8)
+        train, val = _cut([("the Unicode names", names, 0)])
     else:
         train, val = _split_files(_find_files(args.data))
     is_text = train[0][1].dtype == torch.uint8
@@ -296,9 +299,9 @@ def read_tokens(path: Path) -> tuple[Tensor, int]:
             raise UsageError(f"--data: '{path}' is neither text (it has a zero byte) nor a .bin token file")
         return data, 0
     magic = int(data[:4].view(torch.int32)) if size >= 4 else 0
-    if magic in (20240801, 20240522):
-        raise UsageError(f"--data: '{path}' has llm.c's magic {magic} (uint32 tokens, or an evaluation set); only its "
-                         f"uint16 token files (magic 20240520) and nanoGPT's can be read")
+    if 20240000 <= magic < 20250000 and magic != 20240520:
+        raise UsageError(f"--data: '{path}' has llm.c's magic {magic} (uint32 tokens, an evaluation set); only its "
+                         f"uint16 token files, magic 20240520, and nanoGPT's can be read")
     if magic == 20240520:
         version, tokens = data[4:12].view(torch.int32).tolist() if size >= 12 else (0, 0)
         if version != 1 or size != 1024 + 2 * tokens:
@@ -335,21 +338,26 @@ class Block(nn.Module):
         self.up_proj = nn.Linear(n_embd, 4 * n_embd, bias=False)
         self.down_proj = nn.Linear(4 * n_embd, n_embd, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)  # (B, T, C)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))  # (B, T, C)
         return x + self.down_proj(F.relu(self.up_proj(self.mlp_norm(x))).square())
 
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def attention(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (projection(x).view(B, T, self.n_head, -1).transpose(1, 2) for projection in projections)
-        q, k = (rotate(F.rms_norm(heads, heads.shape[-1:]), cos, sin) for heads in (q, k))  # (B, n_head, T, C / n_head)
+        q, k = (rotate(F.rms_norm(heads, heads.shape[-1:])) for heads in (q, k))  # (B, n_head, T, D), D = C / n_head
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor) -> Tensor:
     """Rotary position embedding (RoPE): pairs of x (B, n_head, T, D) turn by an angle that grows with the position."""
+    T, D = x.shape[-2:]
+    rates = 10000.0 ** -(torch.arange(0, D, 2, device=x.device, dtype=torch.float64) / D)
+    angles = torch.outer(torch.arange(T, device=x.device, dtype=torch.float64), rates)  # (T, D / 2)
+    wide = torch.promote_types(x.dtype, torch.float32)  # positions do not fit 16 bits
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1).to(x.dtype)
 
@@ -366,15 +374,11 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Block(n_embd, n_head) for _ in range(depth))
         self.norm = nn.RMSNorm(n_embd)
         self.head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.head_size = n_embd // n_head
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)  # (B, T, C)
-        rates = 10000.0 ** -torch.linspace(0, 1, self.head_size // 2 + 1, device=x.device, dtype=torch.float64)[:-1]
-        angles = torch.outer(torch.arange(tokens.shape[1], device=x.device, dtype=torch.float64), rates)  # (T, D / 2)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x)
         return self.head(self.norm(x))  # (B, T, vocab_size)
 
 
@@ -436,17 +440,16 @@ class Log:
     def __init__(self, args: argparse.Namespace):
         self.main = dist.get_rank() == 0
         self.started, self.losses, self.file = time.perf_counter(), [], None
-        failure = None
+        code = torch.zeros((), dtype=torch.int64, device=args.device)
         if self.main:
             try:
                 os.makedirs(args.out, exist_ok=True)
                 self.file = open(os.path.join(args.out, "log.jsonl"), "w")
             except OSError as error:
-                failure = error
-        failed = torch.tensor(failure is not None, dtype=torch.int32, device=args.device)
-        dist.broadcast(failed, src=0)  # or the others would wait for a rank that has gone
-        if failed:
-            raise UsageError(f"--out {args.out}: cannot write log.jsonl there: {failure or 'see rank 0'}")
+                code += error.errno
+        dist.broadcast(code, src=0)  # or the others would wait for a rank that has gone
+        if code:
+            raise UsageError(f"--out {args.out}: cannot write log.jsonl there: {os.strerror(int(code))}")
 
     def print(self, text: str) -> None:
         if self.main:
@@ -459,11 +462,11 @@ class Log:
             self.file.flush()
 
     def step(self, args: argparse.Namespace, step: int, loss: float, norm: float, lr: float, ms: dict) -> None:
-        """A record for every step, a line for every `log_every`-th and the last."""
+        """A record for every step, a line for the first, every `log_every`-th and the last."""
         self.losses.append(loss)
         step_ms, tokens = sum(ms.values()), args.total_batch_size
         self.write(step=step, loss=loss, norm=norm, lr=lr, tokens=step * tokens, step_ms=round(step_ms, 2))
-        if step % args.log_every and step != args.steps:
+        if step % args.log_every and step not in (1, args.steps):
             return
         left = (time.perf_counter() - self.started) / step * (args.steps - step)
         line = (f"step {step:5d}/{args.steps} | loss {loss:.3f} | norm {norm:5.2f} | lr {lr:.4f} | {step_ms:.0f} ms "
@@ -477,12 +480,14 @@ class Log:
         self.print(f"{line} | eta {left / 60:.1f} min")
 
 
-def describe(model: GPT, corpus: Corpus, args: argparse.Namespace, why: str) -> Iterator[str]:
+def describe(model: GPT, corpus: Corpus, args: argparse.Namespace) -> Iterator[str]:
     """The start-up block, before sharding: where it runs, what it trains, what a step is."""
     ranks = dist.get_world_size()
-    yield f"run    {ranks} x {args.device} ({why}), {dist.get_backend()}, {args.dtype}, torch {torch.__version__}"
+    yield f"run    {ranks} x {args.device} ({args.why}), {dist.get_backend()}, {args.dtype}, torch {torch.__version__}"
     yield (f"data   {corpus.name}: {corpus.train.numel:,} tokens to train, {corpus.val.numel:,} held out, vocabulary "
            f"{corpus.vocab_size}, sha256 {corpus.sha256}")
+    if args.data == "unicode" and corpus.sha256 != UNICODE_SHA256:
+        yield "       this Python's Unicode names are not those that the README's losses were made with"
     total = sum(p.numel() for p in model.parameters())
     yield f"model  {args.depth} layers, width {args.n_embd}, {args.n_head} heads, {total:,} parameters"
     families = {"Muon": [], "AdamW": []}
@@ -542,7 +547,7 @@ def sample(model: GPT, corpus: Corpus, args: argparse.Namespace, rows: int = 8, 
     if not corpus.is_text:
         return "\n".join(" ".join(map(str, row)) for row in tokens[:, 1:].tolist())
     texts = [bytes(row).decode(errors="backslashreplace") for row in tokens[:, 1:].tolist()]
-    texts = [text.split("\n")[0] if corpus.name == "unicode" else text for text in texts]
+    texts = [text.split("\n")[0] if args.data == "unicode" else text for text in texts]  # a name a line
     return "\n".join("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text) for text in texts)
 
 
@@ -606,7 +611,6 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: ar
 def main(argv: list[str] | None = None) -> None:
     """Parse, load, build, shard, train."""
     args = parse(argv)
-    why = "asked for" if args.device != "auto" else "CUDA found" if torch.cuda.is_available() else "no CUDA found"
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     args = resolve(args, ranks)
     corpus = load_corpus(args)
@@ -614,14 +618,15 @@ def main(argv: list[str] | None = None) -> None:
     log = Log(args)
     model = build(args, corpus.vocab_size)
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embed.weight.numel()
-    args.flops_per_token = 6 * matrices
-    log.print("\n".join(describe(model, corpus, args, why)))
+    args.flops_per_token = 6 * matrices + 12 * args.depth * args.n_embd * args.seq_len  # attention's products last
+    log.print("\n".join(describe(model, corpus, args)))
     shard(model, mesh, args)
     if args.optimizer == "muon":
         log.print(dmuon.ownership_table(model))
     optimizer = make_optimizer(model, args)
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     log.write(options=vars(args), torch=torch.__version__, python=sys.version.split()[0], mesh=[ranks],
-              data_sha256=corpus.sha256, source_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16])
+              data_sha256=corpus.sha256, source_sha256=hashlib.sha256(sources).hexdigest()[:16])
     train(model, optimizer, corpus, args, log)
     if log.file:
         log.file.close()
@@ -634,6 +639,4 @@ if __name__ == "__main__":
         if dist.is_torchelastic_launched():
             raise  # torchrun shows the recorded text
         sys.exit(f"train_gpt.py: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone

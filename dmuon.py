@@ -285,10 +285,9 @@ def dedicate_params(
         matrices = _choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
         shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
         slots = assign_owners(shapes, {matrix.fqn: matrix.boundary_name for matrix in matrices}, mesh.size())
-        plan = _describe(model, slots)
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
-        failure, plan = error, f"failed with {error}"
-    _agree(plan, group, device, failure)
+        failure = error
+    _agree(f"failed with {failure}" if failure else _describe(model, slots), group, device, failure)
     boundaries: dict[nn.Module, list[DedicatedParam]] = {}
     for matrix in matrices:
         owner = slots[matrix.fqn]

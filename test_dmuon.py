@@ -665,8 +665,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def net(seed: int = 0, dtype: torch.dtype = torch.float64, make: Callable = Net) -> nn.Module:
-    torch.manual_seed(seed)
+def net(dtype: torch.dtype = torch.float64, make: Callable = Net) -> nn.Module:
+    torch.manual_seed(0)
     return make().to(dtype)
 
 
@@ -719,14 +719,14 @@ class PlainMuon:
 OPTIONS = dict(lr=0.02, momentum=0.95, weight_decay=0.1, adamw_lr=1e-2)
 
 
-def reference(ranks: int, steps: int, make: Callable = Net, loss: Callable = loss_of) -> list[dict]:
+def reference(ranks: int, steps: int, make: Callable = Net) -> list[dict]:
     """Per step: the loss, and by name the gradient of the global mean loss, the momentum and the weight after it."""
     model = net(make=make)
     optimizer = PlainMuon(model, **OPTIONS)
     record = []
     for step in batches(ranks, steps):
         model.zero_grad()
-        total = sum(loss(model, batch) for batch in step) / ranks
+        total = sum(loss_of(model, batch) for batch in step) / ranks
         total.backward()
         for p in optimizer.matrices.values():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # unused by all ranks: zero, by definition
@@ -764,23 +764,23 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     return dict(grads=grads, weights={n: whole(p) for n, p in {**owned, **sharded}.items()}, momenta=momenta)
 
 
-def train(rank: int, zero: int, steps: int, make: Callable = Net, seed: int | None = None,
-          loss: Callable = loss_of) -> list[dict]:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> dict:
+    """One step on this rank's data; what `reference` records."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    grads = snapshot(model)["grads"]
+    optimizer.step()
+    return {**snapshot(model, optimizer), "grads": grads, "loss": mean.item() / dist.get_world_size()}
+
+
+def train(rank: int, zero: int, steps: int, make: Callable = Net) -> list[dict]:
     """The law most tests run: train `steps` steps on this rank's data, record what `reference` records."""
-    ranks = dist.get_world_size()
-    model = shard(net(seed=0 if seed is None else seed + rank, make=make), zero)
+    model = shard(net(make=make), zero)
     optimizer = dmuon.Muon(model, **OPTIONS)
-    record = []
-    for step in batches(ranks, steps):
-        optimizer.zero_grad()
-        value = loss(model, step[rank])
-        value.backward()
-        mean = value.detach().clone()
-        dist.all_reduce(mean)
-        grads = snapshot(model)["grads"]
-        optimizer.step()
-        record.append({**snapshot(model, optimizer), "loss": mean.item() / ranks, "grads": grads})
-    return record
+    return [train_step(model, optimizer, step[rank]) for step in batches(dist.get_world_size(), steps)]
 
 
 def merged(results: list[list[dict]]) -> list[dict]:
@@ -823,8 +823,7 @@ def test_every_layout_trains_like_one_process(ranks, zero, spread):
     exact(ranks, train, zero, 10, steps=10)
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_ranks_that_start_from_different_seeds_train_like_one(seed):
+def test_ranks_that_start_from_different_seeds_have_equal_weights():
     """Weights are equal after dedicate_params whatever each rank drew: the owner's value wins, else rank 0's."""
 
     def law(rank):
@@ -1076,15 +1075,8 @@ def test_an_exception_in_a_block_leaves_a_model_that_trains_on(place, zero, spre
                 model.reset_iter_state()  # FSDP2's own way out
                 with torch.no_grad():
                     loss_of(model, step[rank])
-            optimizer.zero_grad()
-            loss = loss_of(model, step[rank])
-            loss.backward()
-            grads = snapshot(model)["grads"]
-            optimizer.step()
+            record.append(train_step(model, optimizer, step[rank]))
             assert stored_bytes(model) == 0
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            record.append({**snapshot(model, optimizer), "grads": grads, "loss": total.item() / 2})
         return record
 
     exact(2, law, steps=3, make=Raising)
@@ -1508,7 +1500,7 @@ def test_a_step_sends_what_the_formula_says(make, spread, traffic):
 
 @pytest.mark.parametrize("zero", [3, 2])
 @pytest.mark.parametrize("order", ["compile first", "dedicate first"])
-def test_blocks_compile(order, zero, spread, recwarn):
+def test_blocks_compile(order, zero, spread):
     """`layer.compile()` on every block, before and after dedicate_params: right numbers, no warning from our hooks."""
 
     def law(rank):
@@ -1519,24 +1511,30 @@ def test_blocks_compile(order, zero, spread, recwarn):
         if order == "dedicate first":
             [layer.compile(backend="aot_eager") for layer in model.layers]
         optimizer = dmuon.Muon(model, **OPTIONS)
-        record = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in batches(2, 3):
-                optimizer.zero_grad()
-                loss = loss_of(model, step[rank])
-                loss.backward()
-                total = loss.detach().clone()
-                dist.all_reduce(total)
-                grads = snapshot(model)["grads"]
-                optimizer.step()
-                record.append({**snapshot(model, optimizer), "grads": grads, "loss": total.item() / 2})
+            record = [train_step(model, optimizer, step[rank]) for step in batches(2, 3)]
         ours = [str(w.message) for w in caught if "hooks.py" in f"{w.message} {w.filename}"]
         assert not ours, ours
         assert any(frames for frames in torch._dynamo.utils.counters["frames"].values()), "nothing was compiled"
         return record
 
     exact(2, law, steps=3)
+
+
+def test_a_meta_parameter_is_named_when_it_is_used():
+    """A dedicated model on the meta device says so in its first forward."""
+
+    def law(rank):
+        with torch.device("meta"):
+            model = Net()
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)))
+        assert all(p.is_meta for p in model.parameters())
+        with pytest.raises(RuntimeError, match="'layers.0.maps.0.weight' is on the meta device; materialise it first"):
+            model(torch.zeros(1, 3, dtype=torch.long, device="meta"))
+        return True
+
+    assert run(2, law) == [True, True]
 
 
 # ----------------------------------------------------------------------------------------- dmuon.py, the FSDP2 patch

@@ -4,33 +4,31 @@ Before this file: partition.py (who owns which matrix). After it: dmuon.py (the 
 
 A hook boundary is a module, usually one transformer layer. Its dedicated matrices are grouped by owner; each group
 has one packed buffer, a flat tensor that one broadcast fills and whose views are the full parameters. Between steps
-the buffer has no storage. The life of one buffer, in the order of the numbered comments below:
+the buffer has no storage. The life of one buffer, with the numbers of the comments below:
 
   1 fill     the storage comes back, the owner copies its owned data in, an asynchronous broadcast is issued
   2 view     the broadcast is waited for, the modules hold the full parameters
-  3 compute  the forward runs; the next boundary's broadcast is already in flight (prefetch)
-  4 free     Z3: the storage goes; Z2: it stays for the backward; either way the modules hold `sharded` again
-  5 refill   Z3, before the boundary's backward: as 1 and 2; tensors that autograd saved are views and valid again
-  6 compute  the backward runs; the previous boundary's broadcast is in flight
-  7 reduce   all gradients are in: they are packed into one flat tensor and averaged to the owner
+  3 compute  the forward runs, while the next boundary's broadcast is in flight (prefetch)
+  4 free     Z3: the storage goes; Z2: it stays for the backward. Either way the modules hold `sharded` again
+  5 refill   Z3, before the boundary's backward: 1 and 2 again; what autograd saved are views, and valid again
+  6 compute  the backward runs, while the previous boundary's broadcast is in flight
+  7 reduce   all gradients are in: packed into one flat tensor, they are averaged to the owner
   8 free     the storage goes, and with it every trace of the full matrix on the ranks that do not own it
 
-      boundary layers.3                     what `module._parameters["weight"]` is on a rank
-   owner 0  [ q_proj | k_proj ]             between steps    owner: owned data, others: placeholder (numel 0)
-   owner 1  [ up_proj         ]             in fwd and bwd   a view of the packed buffer, on every rank
-   owner 2  [ down_proj       ]             gradient         owner: averaged, in `.grad`; others: None
+      boundary layers.3               what a module's `weight` is on a rank
+   owner 0  [ q_proj | k_proj ]       between steps   owner: owned data, others: placeholder (numel 0)
+   owner 1  [ up_proj         ]       in fwd and bwd  a view of the packed buffer, on every rank
+   owner 2  [ down_proj       ]       gradient        owner: the average, in `.grad`; others: None
 
-  Z3  collective |bcast 0|bcast 1|bcast 2|       |bcast 2|bcast 1|reduce 2|bcast 0|reduce 1|reduce 0|
-      compute            |fwd 0  |fwd 1  |fwd 2  |       |bwd 2  |bwd 1           |bwd 0            |
-      memory     |   1   |   2   |   2   |   1   |   1   |   2   |   2            |   1             |0
-  Z2  collective |bcast 0|bcast 1|bcast 2|               |reduce 2        |reduce 1        |reduce 0|
-      compute            |fwd 0  |fwd 1  |fwd 2  |bwd 2  |bwd 1           |bwd 0           |
-      memory     |   1   |   2   |   3   |   3   |   3   |   2            |   1            |0
+   Z3  collective   b0 | b1   | b2   |      | b2   | b1   | b0 r2 | r1   | r0      b1, r1: broadcast and
+       compute         | fwd0 | fwd1 | fwd2 | head | bwd2 | bwd1  | bwd0 |         reduce of layer 1;
+       buffers       1 |   2  |   2  |   1  |   1  |   2  |   2   |   1  | 0       head: what follows
+   Z2  collective   b0 | b1   | b2   |      |      |      |    r2 | r1   | r0      the layers; buffers:
+       buffers       1 |   2  |   3  |   3  |   3  |   3  |   2   |   1  | 0       layers with storage
 
-Elements each rank puts into collectives per step, P_M = elements of all dedicated matrices: Z3 broadcasts 2 P_M and
-reduces P_M, Z2 broadcasts P_M and reduces P_M; on a ring a rank sends (N-1)/N of that, N = size of the shard group.
-
-`torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a step, on a rank that owns none of it:
+With P elements in dedicated matrices a rank puts 2 P into broadcasts and P into reduces per step in Z3, P and P in Z2;
+on a ring it sends (N-1)/N of that, N ranks. `torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a
+step, on a rank that owns none of it:
 
   Z3  2 layer 1, forward   layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [0, 16384, 16384]
   Z3  4 after the forward  layer 1 SHARDED  , its weight has    0 elements; bytes of all layers: [0, 0, 0]

@@ -237,7 +237,8 @@ def _check_call(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call it afterwards"
+                f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call dedicate_params "
+                f"before fully_shard"
             )
 
 
@@ -394,6 +395,7 @@ def unshard(module: nn.Module) -> Iterator[None]:
     """Inside the context, every dedicated matrix below `module` is whole on every rank, in its own dtype.
 
     Every rank of the mesh enters it. What the owner writes (in place) stays; what others write is dropped at the end.
+    What FSDP2 shards stays sharded. A module without dedicated matrices is left as it is.
     """
     dedicated, members, works = _dedicated(module), set(module.modules()), []
     params = [p for p in dedicated.params.values() if any(m in members for m, _ in p.holders)] if dedicated else []
@@ -439,7 +441,8 @@ class Muon(torch.optim.Optimizer):
         momentum: coefficient of the exponential moving average, in [0, 1).
         nesterov: look one step ahead along the momentum.
         weight_decay: of the matrices, decoupled.
-        adjust_lr_fn: "match_rms_adamw" (0.2 sqrt(max(m, n)), Moonlight) or "original" (sqrt(max(1, m / n)), Jordan).
+        adjust_lr_fn: "match_rms_adamw" (0.2 sqrt(max(m, n)), Moonlight) or "original" (sqrt(max(1, m / n)), Jordan;
+            None is the same, as in torch).
         ns_backend: "gram" or "direct"; the same result, "gram" needs fewer FLOPs on long matrices.
         ns_steps: iterations; with a list of triples as coefficients, its length.
         ns_coefficients: one triple (a, b, c) or one per iteration.
@@ -451,7 +454,8 @@ class Muon(torch.optim.Optimizer):
 
     Raises:
         ValueError: a model without dedicated parameters or without FSDP2 on the rest, a negative rate, decay or eps,
-            momentum outside [0, 1), an unknown `adjust_lr_fn` or `ns_backend`.
+            momentum outside [0, 1), an unknown `adjust_lr_fn` or `ns_backend`, steps that the coefficients do not have.
+        TypeError: an `ns_dtype` that is no floating-point dtype.
     """
 
     def __init__(
@@ -570,8 +574,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
 
     Mirrors `torch.nn.utils.clip_grad_norm_`; the norm is that of the whole model's averaged gradient.
 
+    Args:
+        model: a model that went through `dedicate_params` and `fully_shard`; every rank calls this.
+        max_norm: the largest total norm that is left; infinity only measures.
+        norm_type: order of the norm: 2.0, 1.0, infinity or any other positive number.
+        error_if_nonfinite: raise instead of scaling by a norm that is infinite or NaN.
+
     Returns:
-        The total norm before clipping, a 0-d tensor with the same value on every rank, non-finite if a gradient is.
+        The total norm before clipping, a 0-d tensor in the dtype of the model's first parameter, with the same value on
+        every rank; non-finite if a gradient is.
 
     Raises:
         RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite.

@@ -12,23 +12,26 @@ the buffer has no storage. The life of one buffer, with the numbers of the comme
   4 free     Z3: the storage goes; Z2: it stays for the backward. Either way the modules hold `sharded` again
   5 refill   Z3, before the boundary's backward: 1 and 2 again; what autograd saved are views, and valid again
   6 compute  the backward runs, while the previous boundary's broadcast is in flight
-  7 reduce   all gradients are in: packed into one flat tensor, they are averaged to the owner
-  8 free     the storage goes, and with it every trace of the full matrix on the ranks that do not own it
+  7 free     all gradients are in: the storage goes, and with it the full matrix on the ranks that do not own it
+  8 reduce   the gradients, which have memory of their own, are packed into one flat tensor and averaged to the owner
 
-      boundary layers.3               what a module's `weight` is on a rank
-   owner 0  [ q_proj | k_proj ]       between steps   owner: owned data, others: placeholder (numel 0)
-   owner 1  [ up_proj         ]       in fwd and bwd  a view of the packed buffer, on every rank
-   owner 2  [ down_proj       ]       gradient        owner: the average, in `.grad`; others: None
+   layers.3 as three packed buffers:  owner 0 [ q_proj | k_proj ]   owner 1 [ up_proj ]   owner 2 [ down_proj ]
+
+   what a module's `weight` is        owner                         other ranks
+   between steps                      `sharded`: owned data         `sharded`: a placeholder (numel 0)
+   in forward and backward            `full`: a view of the packed buffer, on every rank
+   `sharded.grad` after a backward    the average over the ranks    None
 
    Z3  collective   b0 | b1   | b2   |      | b2   | b1   | b0 r2 | r1   | r0      b1, r1: broadcast and
        compute         | fwd0 | fwd1 | fwd2 | head | bwd2 | bwd1  | bwd0 |         reduce of layer 1;
        buffers       1 |   2  |   2  |   1  |   1  |   2  |   2   |   1  | 0       head: what follows
-   Z2  collective   b0 | b1   | b2   |      |      |      |    r2 | r1   | r0      the layers; buffers:
-       buffers       1 |   2  |   3  |   3  |   3  |   3  |   2   |   1  | 0       layers with storage
+   Z2  collective   b0 | b1   | b2   |      |      |      |    r2 | r1   | r0      the layers; buffers: layers
+       buffers       1 |   2  |   3  |   3  |   3  |   3  |   2   |   1  | 0       with storage (weights only)
 
-With P elements in dedicated matrices a rank puts 2 P into broadcasts and P into reduces per step in Z3, P and P in Z2;
-on a ring it sends (N-1)/N of that, N ranks. `torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a
-step, on a rank that owns none of it:
+With P elements in dedicated matrices a rank puts 2 P into broadcasts and P into reduces per backward in Z3, P and P in
+Z2; on a ring of N it sends (N-1)/N of that, on average over the ranks.
+
+`torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a step, on a rank that owns none of it:
 
   Z3  2 layer 1, forward   layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [0, 16384, 16384]
   Z3  4 after the forward  layer 1 SHARDED  , its weight has    0 elements; bytes of all layers: [0, 0, 0]
@@ -38,6 +41,8 @@ step, on a rank that owns none of it:
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from functools import partial
@@ -67,13 +72,19 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 # end, with zeros for what had no gradient. Between those points nothing blocks on a reduce: a peer may be unable to
 # launch its own before the end of its backward.
 
+# [Note: Newton-Schulz hides a wrong divisor]
+# A matrix's update does not change when its gradient is scaled, so a gradient that was summed instead of averaged, or
+# averaged twice, trains alike; it shows only in the norm, in clipping and in AdamW's half. The reduce is an average
+# over all ranks, those with zeros included, as FSDP2's is: the loss must be the mean over the rank's own tokens. The
+# tests compare gradients, not losses.
+
 
 class BufferState(Enum):
     """Where the bytes of a boundary's packed buffers are. All buffers of one boundary change state together."""
 
     SHARDED = auto()  # no storage; the matrices exist at their owners only
     IN_FLIGHT = auto()  # storage exists, the broadcast has been issued and must be waited for
-    UNSHARDED = auto()  # storage exists and holds the full matrices, on every rank
+    UNSHARDED = auto()  # storage exists and holds the full matrices; `hide` may have taken them from the modules
 
 
 class DedicatedParam:
@@ -95,8 +106,8 @@ class DedicatedParam:
         self.fqn, self.holders, self.owner, self.is_owner, self.device = fqn, holders, owner, is_owner, device
         module, name = holders[0]
         self.shape, self.numel = module._parameters[name].shape, module._parameters[name].numel()
-        self.full = None  # made with the packed buffer, at the first unshard
-        self.resting = None  # what modules hold outside forward and backward: `sharded`, but inside `dmuon.unshard`
+        # `full` is made at the first unshard; `resting`, what modules hold else, is `sharded` but in `dmuon.unshard`
+        self.full = self.resting = None
         self.adopt()
 
     def hold(self, parameter: nn.Parameter) -> None:
@@ -139,7 +150,6 @@ class PackedBuffer:
     def __init__(self, params: list[DedicatedParam], dtype: torch.dtype, on_gradient: Callable):
         self.params, self.owner, self.is_owner = params, params[0].owner, params[0].is_owner
         self.broadcast: dist.Work | None = None  # the last one; waiting for it again costs nothing
-        self.reduction: dist.Work | None = None
         with torch.inference_mode(False):  # a buffer born in inference mode could never be saved for a backward
             self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=params[0].device)
             for p, view in zip(params, _split(self.buffer, params)):
@@ -164,7 +174,10 @@ class PackedBuffer:
         self.buffer.untyped_storage().resize_(0)
 
     def start_reduce(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
-        """Pack the local gradients, zeros where there is none, and issue their average to the owner."""
+        """Pack the local gradients, zeros where there is none, and issue their average to the owner.
+
+        See [Note: Newton-Schulz hides a wrong divisor].
+        """
         self.reduced = [p for p in self.params if p.full.requires_grad]  # not the frozen
         numel, dtype = sum(p.numel for p in self.reduced), dtype or self.buffer.dtype
         self.gradient = flat = self.buffer.new_zeros(numel, dtype=dtype)
@@ -198,7 +211,8 @@ class Boundary:
             if p.sharded.is_meta:
                 raise RuntimeError(f"dedicated parameter '{p.fqn}' is on the meta device; materialise it first")
             groups.setdefault((p.owner, self.model.mp_policy.param_dtype or p.sharded.dtype), []).append(p)
-        hook = partial(self.model.on_gradient, self)
+        this = weakref.ref(self)  # autograd keeps hooks where the garbage collector does not see the cycle
+        hook = lambda _: this().model.current_backward().on_gradient(this())
         self.buffers = [PackedBuffer(params, dtype, hook) for (_, dtype), params in groups.items()]
 
     def start_unshard(self) -> None:
@@ -226,7 +240,7 @@ class Boundary:
             p.hold(p.resting)
 
     def reshard(self) -> None:
-        """4 and 8 free: the storage goes."""
+        """4 and 7 free: the storage goes."""
         if self.state is not BufferState.SHARDED:
             self.hide()
             for buffer in self.buffers:
@@ -268,7 +282,7 @@ class Backward:
             self._issue_broadcasts(position + 2)
 
     def on_gradient(self, boundary: Boundary) -> None:
-        """One more gradient is in. When all are: 8 free, and 7 reduce in turn."""
+        """One more gradient is in. When all are: 7 free, and 8 reduce in turn."""
         self.enter(boundary)
         self.missing[boundary] -= 1
         if self.missing[boundary] == 0:
@@ -304,7 +318,7 @@ class Backward:
             self.broadcast_cursor += 1
 
     def _issue_reduce(self) -> None:
-        """7 reduce: one collective a buffer; gradients that have arrived make room."""
+        """8 reduce: one collective a buffer; gradients that have arrived make room."""
         for buffer in self.reduces[self.reduce_cursor].buffers:
             if any(p.full.requires_grad for p in buffer.params):
                 buffer.start_reduce(self.model.reduce_group, self.model.mp_policy.reduce_dtype)
@@ -349,7 +363,7 @@ class DedicatedModel:
     def pre_forward(self, boundary: Boundary, *_: Any) -> None:
         """1 fill, 2 view, and the next boundary's fill."""
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing recomputes with the backward's buffers
-            return self._current_backward().enter(boundary)
+            return self.current_backward().enter(boundary)
         if boundary is self.boundaries[0] or self.forward_root is None:
             self._begin_forward(boundary)
         boundary.finish_unshard()
@@ -397,7 +411,7 @@ class DedicatedModel:
             p.adopt()
         self.forward_root, self.expected, self.calls = boundary, self.calls, []
 
-    def _current_backward(self) -> Backward:
+    def current_backward(self) -> Backward:
         """The state of the engine's current pass; made, and its end scheduled, at the first call in a pass."""
         task_id = torch._C._current_graph_task_id()
         if self.backward is not None and self.backward.task_id != task_id:
@@ -412,11 +426,7 @@ class DedicatedModel:
 
     def pre_backward(self, boundary: Boundary, gradient: Tensor) -> None:
         """A gradient has reached an output of the boundary."""
-        self._current_backward().enter(boundary)
-
-    def on_gradient(self, boundary: Boundary, parameter: nn.Parameter) -> None:
-        """One of the boundary's full parameters has its gradient of this pass."""
-        self._current_backward().on_gradient(boundary)
+        self.current_backward().enter(boundary)
 
     def invalidate(self) -> None:
         """Free every buffer: the backward is over, or the weights have changed."""
@@ -470,4 +480,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     _demonstrate(zero=3)
     _demonstrate(zero=2)
+    gc.collect()  # frees our groups, and so ends their threads before the interpreter goes
     dist.destroy_process_group()

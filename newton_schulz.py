@@ -1,4 +1,4 @@
-"""What does Muon compute? The semi-orthogonal matrix nearest to a matrix G, by a few matrix products.
+"""What does Muon compute? Nearly the semi-orthogonal matrix nearest to a matrix G, by a few matrix products.
 
 Muon (Keller Jordan) steps along U V^T instead of G = U S V^T. An SVD would be exact and slow. Newton-Schulz (NS) needs
 products only: x <- a x + b x^3 + c x^5, applied to a matrix X as aX + b(XX^T)X + c(XX^T)^2 X, moves every singular
@@ -23,7 +23,7 @@ value by that odd polynomial and leaves U and V alone. A few steps bring the sin
            +---------+         +-----+         +-----+         +---------+
 
 Cost in FLOPs, T = 5 steps, k restarts: direct 20 m^2 n + 10 m^3, Gram 4(1+k) m^2 n + (34-6k) m^3. Gram costs less when
-n > 1.5 m, for every k; below that `gram_newton_schulz` runs the direct iterations. A restart is needed in 16 bits:
+n > 1.5 m, for every k < 4; below that `gram_newton_schulz` runs the direct iterations. A restart is needed in 16 bits:
 rounding gives R eigenvalues of -eps where XX^T has 0, and each step multiplies them by a^2.
 
 Nothing comes before this file and it imports nothing of the project; `partition.py` is next. As a demonstration:
@@ -79,7 +79,11 @@ def newton_schulz(
     eps: float = 1e-30,  # a matrix whose norm is below it comes out smaller, zero comes out zero
     dtype: torch.dtype | None = None,  # of the iteration; None: float64 for float64, float32 on CPU, float16 on CUDA
 ) -> Tensor:
-    """U p(S/|G|) V^T of G = U S V^T, by direct iterations; a new tensor of G's shape, dtype and device."""
+    """U p(S/|G|) V^T of G = U S V^T, by direct iterations; a new tensor of G's shape, dtype and device.
+
+    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64; ValueError for a vector, an eps below
+    1.2e-38, steps below 1 or other than the number of triples.
+    """
     X, triples = _enter(G, coefficients, steps, eps, dtype)
     return _leave(direct_iterations(X, triples), G)
 
@@ -92,7 +96,10 @@ def gram_newton_schulz(
     dtype: torch.dtype | None = None,
     restarts: Sequence[int] | None = None,  # iterations, from 0, before which R is made anew; None: by precision
 ) -> Tensor:
-    """The same as `newton_schulz`, with the iterations done on the m x m Gram matrix where that is cheaper."""
+    """The same as `newton_schulz`, with the iterations done on the m x m Gram matrix where that is cheaper.
+
+    Raises what `newton_schulz` raises, and ValueError for restarts that do not ascend within 1..steps - 1.
+    """
     X, triples = _enter(G, coefficients, steps, eps, dtype)
     restarts = default_restarts(X, steps) if restarts is None else _checked_restarts(restarts, steps)
     m, n = X.shape[-2:]

@@ -6,10 +6,10 @@ them alone, so a step waits for the slot with the most NS work. Three rules, num
 1. Units. The small matrices of one layer share an owner and a message, up to UNIT_NUMEL elements. Others are alone.
 2. Longest processing time (LPT) first: the units in order of NS FLOPs, not of elements: GPT-2's mlp.up costs twice its
    attn.q and has four times the elements.
-3. Each to the least-loaded slot that its layer does not use yet (uses least, once it uses all), so that the broadcasts
-   of one layer leave from different ranks.
+3. Each to the slots that hold fewest units of its layer (none, while there are such), and of these to the least
+   loaded: the broadcasts of one layer leave from different ranks.
 
-GPT-2 on 4 slots, a column each. A cell says in how many layers the slot owns the row's matrix, the bars its NS FLOPs:
+GPT-2 on 4 slots, one a column. A cell says in how many layers the slot owns the row's matrix, the bars its NS FLOPs:
 
     slot (*: in its first layer)  0           1           2           3
     layers.*.attn.q 768x768       6           .           6*          .
@@ -22,7 +22,7 @@ GPT-2 on 4 slots, a column each. A cell says in how many layers the slot owns th
                                   ##########  ##########  ##########  ##########
 
 The slowest slot sets the time: max/mean of the loads is 1.08 for GPT-2 on 8 slots, 1.02 for Llama-3-8B on 8.
-Nothing here but names and shapes: the same on every rank, no process group, a thousand slots in 0.05 s.
+Nothing here but names and shapes: the same on every rank, no process group, GPT-2 on a thousand slots in 0.05 s.
 `newton_schulz.py` comes before this file, `hooks.py` after it. As a demonstration:
 
     $ python partition.py
@@ -57,7 +57,10 @@ def assign_owners(
     layers: Mapping[str, str],  # FQN -> name of its hook boundary: {"layers.0.attn.q.weight": "layers.0", ...}
     num_slots: int,
 ) -> dict[str, int]:
-    """FQN -> owner slot, in model order; the same on every rank, because it depends on the arguments only."""
+    """FQN -> owner slot, in model order; the same on every rank, because it depends on the arguments only.
+
+    Raises ValueError for num_slots below 1, or when shapes and layers name different matrices.
+    """
     if num_slots < 1:
         raise ValueError(f"num_slots={num_slots}: expected at least 1, the number of ranks that can own a matrix")
     if shapes.keys() != layers.keys():
@@ -65,9 +68,9 @@ def assign_owners(
         raise ValueError(f"shapes and layers must name the same matrices; only one of them has {names[:5]}")
     # 1. Units: what has one owner and travels in one message.
     units = _pack_units(shapes, layers)
-    # 2. Longest processing time (LPT) first; a stable sort keeps model order among equals.
+    # 2. Longest processing time (LPT) first, by NS FLOPs; the sort is stable and keeps model order among equals.
     costs = [sum(ns_flops(shapes[name]) for name in unit) for unit in units]
-    # 3. Each to the least-loaded slot that its layer uses least, so that a layer's broadcasts have different senders.
+    # 3. Each to the slots that hold fewest units of its layer, and of these to the least loaded.
     loads = [0] * num_slots
     used = defaultdict(lambda: [0] * num_slots)
     owners = {}

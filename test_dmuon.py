@@ -8,6 +8,7 @@ import ast
 import collections
 import copy
 import dataclasses
+import gc
 import io
 import itertools
 import json
@@ -24,6 +25,7 @@ import time
 import tokenize
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -1399,6 +1401,21 @@ def test_a_matrix_tied_inside_one_boundary_is_one_matrix(spread):
 # ------------------------------------------------------------------------------ hooks.py, bytes held and elements sent
 
 
+def test_a_model_that_is_dropped_is_freed(spread):
+    """After a step, nothing but the user refers to the model: no cycle that the garbage collector cannot see."""
+
+    def law(rank):
+        model = shard(net())
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        train_step(model, optimizer, batches(2, 1)[0][rank])
+        gone = weakref.ref(model)
+        del model, optimizer
+        gc.collect()
+        return gone() is None
+
+    assert run(2, law) == [True, True]
+
+
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of all packed buffers that have storage now."""
     buffers = [buffer.buffer for boundary in model._dmuon.boundaries for buffer in boundary.buffers]
@@ -2113,7 +2130,7 @@ BROKEN_DATA = {
     "missing": (None, "no such file"),
     "empty.txt": (b"", "is empty"),
     "empty.bin": (b"", "is empty"),
-    "short.txt": (b"to be", "has 5 tokens, fewer than one sequence of --seq_len 16"),
+    "short.txt": (b"to be", "gives one split 5 tokens, fewer than one sequence of --seq_len 16"),
     "zeros.npy": (b"\x93NUMPY\x01\x00" + b"\0" * 99, "neither text .* nor a .bin"),
     "odd.bin": (b"x" * 999, "999 bytes, an odd number"),
     "uint32.bin": (struct.pack("<i", 20240801) + b"\0" * 2000, "magic 20240801"),

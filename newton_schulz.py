@@ -81,8 +81,8 @@ def newton_schulz(
 ) -> Tensor:
     """U p(S/|G|) V^T of G = U S V^T, by direct iterations; a new tensor of G's shape, dtype and device.
 
-    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64; ValueError for a vector, an eps below
-    1.2e-38, steps below 1 or other than the number of triples.
+    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64; ValueError for a vector, an eps
+    below 1.2e-38, steps below 1 or other than the number of triples.
     """
     X, triples = _enter(G, coefficients, steps, eps, dtype)
     return _leave(direct_iterations(X, triples), G)

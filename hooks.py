@@ -6,13 +6,13 @@ A hook boundary is a module, usually one transformer layer. Its dedicated matric
 has one packed buffer, a flat tensor that one broadcast fills and whose views are the full parameters. Between steps
 the buffer has no storage. The life of one buffer, with the numbers of the comments below:
 
-  1 fill     the storage comes back, the owner copies its owned data in, an asynchronous broadcast is issued
-  2 view     the broadcast is waited for, the modules hold the full parameters
+  1 fill     the owner copies its owned data into a tensor beside the buffer, an asynchronous broadcast fills it
+  2 view     the broadcast is waited for, the buffer's storage comes back with the bytes, the modules hold its views
   3 compute  the forward runs, while the next boundary's broadcast is in flight (prefetch)
   4 free     Z3: the storage goes; Z2: it stays for the backward. Either way the modules hold `sharded` again
   5 refill   Z3, before the boundary's backward: 1 and 2 again; what autograd saved are views, and valid again
   6 compute  the backward runs, while the previous boundary's broadcast is in flight
-  7 free     all gradients are in: the storage goes, and with it the full matrix on the ranks that do not own it
+  7 free     all gradients are in and the next backward begins: the storage goes, the full matrix is at its owner only
   8 reduce   the gradients, which have memory of their own, are packed into one flat tensor and averaged to the owner
 
    layers.3 as three packed buffers:  owner 0 [ q_proj | k_proj ]   owner 1 [ up_proj ]   owner 2 [ down_proj ]
@@ -61,7 +61,9 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 # `untyped_storage().resize_(0)`: the saved views stay, without bytes. Filling it again writes in place, which would
 # bump the version counter that the views share and make the backward raise 'modified by an inplace operation'. The
 # bytes that come back are the same weights, so the fill runs under `_unsafe_preserve_version_counter`. It follows
-# that weights must not change between a forward and its backward: plain PyTorch raises then, here nothing can.
+# that weights must not change between a forward and its backward: plain PyTorch raises then, here nothing can. The
+# storage comes back only when the bytes are there: a backward that comes to the views before its boundary's hook (by a
+# tensor that the boundary did not return, say) finds none and stops, instead of computing with half a broadcast.
 
 # [Note: the order of collectives is a contract between ranks]
 # Ranks match collectives on one communicator by their order, not by their content. The order in which gradients become
@@ -83,7 +85,7 @@ class BufferState(Enum):
     """Where the bytes of a boundary's packed buffers are. All buffers of one boundary change state together."""
 
     SHARDED = auto()  # no storage; the matrices exist at their owners only
-    IN_FLIGHT = auto()  # storage exists, the broadcast has been issued and must be waited for
+    IN_FLIGHT = auto()  # no storage yet; the broadcast into the tensor beside it must be waited for
     UNSHARDED = auto()  # storage exists and holds the full matrices; `hide` may have taken them from the modules
 
 
@@ -111,7 +113,7 @@ class DedicatedParam:
         self.adopt()
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Make this object the attribute of every holder, past `__setattr__`, as FSDP2 swaps its own."""
+        """Make this object the attribute of every holder, past a module's own `__setattr__`."""
         for module, name in self.holders:
             module._parameters[name] = parameter
 
@@ -149,7 +151,7 @@ class PackedBuffer:
 
     def __init__(self, params: list[DedicatedParam], dtype: torch.dtype, on_gradient: Callable):
         self.params, self.owner, self.is_owner = params, params[0].owner, params[0].is_owner
-        self.broadcast: dist.Work | None = None  # the last one; waiting for it again costs nothing
+        self.landing = self.gradient = self.reduction = None  # of a broadcast in flight; of a reduce in flight
         with torch.inference_mode(False):  # a buffer born in inference mode could never be saved for a backward
             self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=params[0].device)
             for p, view in zip(params, _split(self.buffer, params)):
@@ -158,19 +160,23 @@ class PackedBuffer:
         self.free()
 
     def fill(self, group: dist.ProcessGroup) -> None:
-        """Storage back, owner's data in, broadcast issued. See [Note: storage resize and the version counter]."""
-        self.buffer.untyped_storage().resize_(self.buffer.nbytes)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.buffer):
-            if self.is_owner:
-                torch._foreach_copy_([p.full for p in self.params], [p.sharded for p in self.params])
-            self.broadcast = dist.broadcast(self.buffer, group=group, group_src=self.owner, async_op=True)
+        """The owner packs its data beside the buffer, the broadcast is issued."""
+        self.landing = torch.empty_like(self.buffer)
+        if self.is_owner:
+            torch._foreach_copy_(_split(self.landing, self.params), [p.sharded.detach() for p in self.params])
+        self.broadcast = dist.broadcast(self.landing, group=group, group_src=self.owner, async_op=True)
 
-    def wait(self) -> None:
-        if self.broadcast is not None:
+    def land(self) -> None:
+        """Wait, and give the buffer its bytes. See [Note: storage resize and the version counter]."""
+        if self.landing is not None:
             self.broadcast.wait()
+            self.buffer.untyped_storage().resize_(self.buffer.nbytes)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.buffer):
+                self.buffer.copy_(self.landing)
+            self.landing = None
 
     def free(self) -> None:
-        self.wait()  # a buffer in flight must not lose its bytes
+        self.land()  # a broadcast in flight must end first
         self.buffer.untyped_storage().resize_(0)
 
     def start_reduce(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
@@ -187,11 +193,11 @@ class PackedBuffer:
                 p.full.grad = None
         self.reduction = dist.reduce(flat, op=dist.ReduceOp.AVG, group=group, group_dst=self.owner, async_op=True)
 
-    def finish_reduce(self) -> None:
+    def finish_reduce(self, keep: bool = True) -> None:
         """Wait; on the owner add the averaged gradients to `.grad`, as autograd would, and let the flat gradient go."""
         self.reduction.wait()
         for p, view in zip(self.reduced, _split(self.gradient, self.reduced)):
-            if self.is_owner:
+            if self.is_owner and keep:
                 p.sharded.grad = view.to(p.sharded.dtype) if p.sharded.grad is None else p.sharded.grad.add_(view)
         self.gradient = self.reduction = None
 
@@ -228,7 +234,7 @@ class Boundary:
         """2 view: wait for the broadcasts; the modules hold the full parameters, frozen or not as `sharded` is."""
         self.start_unshard()
         for buffer in self.buffers:
-            buffer.wait()
+            buffer.land()
         for p in self.params:
             p.full.requires_grad_(p.sharded.requires_grad)
             p.hold(p.full)
@@ -264,6 +270,7 @@ class Backward:
         self.broadcast_cursor = self.reduce_cursor = 0
         self.missing = {boundary: boundary.trainable() for boundary in self.reduces}  # gradients yet to come
         self.seen: set[Boundary] = set()
+        self.done: list[Boundary] = []  # all gradients are in, the buffers are still here
         self.in_flight: list[PackedBuffer] = []  # whose reduces have been issued and not finished, in order
 
     def enter(self, boundary: Boundary) -> None:
@@ -271,6 +278,8 @@ class Backward:
         if boundary in self.seen:
             return
         self.seen.add(boundary)
+        while self.done:  # not when the last gradient came: the inputs' may have needed the matrix after that
+            self.done.pop().reshard()
         if boundary not in self.missing:  # the user kept this graph from before the last backward
             self.broadcasts.append(boundary)
             self.reduces.append(boundary)
@@ -286,29 +295,24 @@ class Backward:
         self.enter(boundary)
         self.missing[boundary] -= 1
         if self.missing[boundary] == 0:
-            if boundary.trainable() == len(boundary.params):  # a frozen matrix may still carry a gradient to the inputs
-                boundary.reshard()
+            if boundary.trainable() == len(boundary.params):  # a frozen matrix may be needed until the end
+                self.done.append(boundary)
             while self.reduce_cursor < len(self.reduces) and self.missing[self.reduces[self.reduce_cursor]] == 0:
                 self._issue_reduce()
+            while self.in_flight and self.in_flight[0].reduction.is_completed():  # makes room
+                self.in_flight.pop(0).finish_reduce()
 
-    def finish(self) -> None:
-        """The end of the backward: issue what is left on both communicators, and only then wait."""
+    def finish(self, keep: bool = True) -> None:
+        """The end of the backward: issue what is left on both communicators, and only then wait.
+
+        `keep=False` after an exception: the collectives still pair with the peers', the gradients are dropped.
+        """
         self._issue_broadcasts(len(self.broadcasts))
         while self.reduce_cursor < len(self.reduces):
             self._issue_reduce()
         self.model.invalidate()
-        while self.in_flight:
-            self.in_flight.pop(0).finish_reduce()
-        self.model.backward, self.model.spent = None, True
-
-    def abandon(self) -> None:
-        """An exception ended this backward: let its collectives end, drop its gradients."""
         for buffer in self.in_flight:
-            buffer.reduction.wait()
-        self.model.invalidate()
-        for p in self.model.params.values():
-            if p.full is not None:
-                p.full.grad = None
+            buffer.finish_reduce(keep)
         self.model.backward, self.model.spent = None, True
 
     def _issue_broadcasts(self, end: int) -> None:
@@ -318,14 +322,12 @@ class Backward:
             self.broadcast_cursor += 1
 
     def _issue_reduce(self) -> None:
-        """8 reduce: one collective a buffer; gradients that have arrived make room."""
+        """8 reduce: one collective a buffer."""
         for buffer in self.reduces[self.reduce_cursor].buffers:
             if any(p.full.requires_grad for p in buffer.params):
                 buffer.start_reduce(self.model.reduce_group, self.model.mp_policy.reduce_dtype)
                 self.in_flight.append(buffer)
         self.reduce_cursor += 1
-        while self.in_flight and self.in_flight[0].reduction.is_completed():
-            self.in_flight.pop(0).finish_reduce()
 
 
 class DedicatedModel:
@@ -392,7 +394,7 @@ class DedicatedModel:
 
     def _release(self, boundary: Boundary) -> None:
         """Z3 frees the buffers; Z2 keeps those that a backward will need."""
-        if self.reshard_after_forward or boundary not in self.entered:
+        if self.reshard_after_forward or boundary not in self.entered or self.spent:
             boundary.reshard()
         else:
             boundary.hide()
@@ -400,8 +402,8 @@ class DedicatedModel:
     def _begin_forward(self, boundary: Boundary) -> None:
         """The outermost boundary starts. What an exception left behind, in forward or backward, ends here."""
         if self.backward is not None:
-            self.backward.abandon()
-        if self.spent:
+            self.backward.finish(keep=False)
+        if self.spent and torch.is_grad_enabled():  # an eval leaves the orders to a second graph's backward
             self.entered.clear()
             self.completed.clear()
             self.spent = False
@@ -460,7 +462,8 @@ def _demonstrate(zero: int) -> None:
     boundaries, held = dedicated.boundaries[1:], []
 
     def look(moment: str, *_: Any) -> None:
-        held.append([b.buffers[0].buffer.untyped_storage().nbytes() for b in boundaries])
+        tensors = [(b.buffers[0].buffer, b.buffers[0].landing) for b in boundaries]
+        held.append([sum(t.untyped_storage().nbytes() for t in pair if t is not None) for pair in tensors])
         if dist.get_rank() == dist.get_world_size() - 1:
             print(f"Z{zero}  {moment:20} layer 1 {boundaries[1].state.name:9}, its weight has "
                   f"{layers[1][0].weight.numel():4} elements; bytes of all layers: {held[-1]}")

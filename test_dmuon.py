@@ -970,6 +970,80 @@ def test_two_forwards_may_precede_two_backwards(order, zero, spread):
 
 
 @pytest.mark.parametrize("zero", [3, 2])
+def test_an_eval_between_two_backwards_leaves_their_order(zero, spread):
+    """Two graphs whose matrices only some ranks use, an eval after the first backward: no hang, the gradients add up."""
+
+    def law(rank):
+        model = shard(net(make=SelectiveNet), zero)
+        losses = [loss_of(model, step[rank]) for step in batches(2, 2)]
+        losses[0].backward()
+        with torch.no_grad():
+            loss_of(model, batches(2, 1)[0][rank])
+        assert stored_bytes(model) == 0
+        losses[1].backward()
+        return snapshot(model)["grads"]
+
+    def one(rank):
+        model = net(make=SelectiveNet)
+        sum(loss_of(model, batch) for step in batches(2, 2) for batch in step).div(2).backward()
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+    got = {n: g for grads in run(2, law) for n, g in grads.items()}
+    for name, grad in run(1, one)[0].items():
+        assert torch.allclose(got[name], grad, rtol=1e-10, atol=1e-12), name
+
+
+class Stopped(Net):
+    """Uses each layer's first matrix once more without a gradient: the inputs' gradients need it after its own is in."""
+
+    class StoppedBlock(Block):
+        def forward(self, x):
+            return super().forward(x + torch.tanh(F.linear(x, self.maps[0].weight.detach())[..., :8]))
+
+    def __init__(self):
+        super().__init__(Stopped.StoppedBlock)
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_a_matrix_may_be_used_without_a_gradient_too(zero, spread):
+    """`weight.detach()` beside the usual use: the full matrix stays until its layer's backward is over."""
+    exact(2, train, zero, 3, Stopped, steps=3, make=Stopped)
+
+
+class Aside(Net):
+    """A layer that leaves a second loss in an attribute, where no hook finds it."""
+
+    class AsideBlock(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            self.aside = F.linear(x, self.maps[0].weight).square().mean()
+            return y
+
+    def __init__(self):
+        super().__init__(Aside.AsideBlock)
+
+
+def test_a_loss_that_a_layer_hides_is_exact_or_refused(spread):
+    """Z2 has the matrices all along; in Z3 the backward finds no bytes and raises, rather than use a broadcast halfway."""
+
+    def law(rank, zero):
+        model = shard(net(make=Aside), zero)
+        (loss_of(model, batches(2, 1)[0][rank]) + sum(layer.aside for layer in model.layers)).backward()
+        return snapshot(model)["grads"]
+
+    def one(rank):
+        model, grads = net(make=Aside), []
+        total = sum(loss_of(model, batch) + sum(layer.aside for layer in model.layers) for batch in batches(2, 1)[0])
+        (total / 2).backward()
+        return {n: p.grad for n, p in model.named_parameters() if is_matrix(n)}
+
+    got = {n: g for grads in run(2, law, 2) for n, g in grads.items()}
+    assert all(torch.allclose(got[n], grad, rtol=1e-10, atol=1e-12) for n, grad in run(1, one)[0].items())
+    with pytest.raises(pytest.fail.Exception, match="storage of size 0|not allocated yet"):
+        run(2, law, 3)
+
+
+@pytest.mark.parametrize("zero", [3, 2])
 def test_a_kept_graph_can_be_walked_again(zero, spread):
     """`retain_graph`, a forward of the first layer alone, and a second backward: twice the gradient."""
 
@@ -1027,7 +1101,7 @@ class Failure(Exception):
     pass
 
 
-class Raising(Net):
+class Raising(SelectiveNet):
     """Raises in layer 1, forward or backward, while `fails` says so. Only matrices train: FSDP2 keeps what a failed
     backward left in its unsharded gradients."""
 
@@ -1041,9 +1115,9 @@ class Raising(Net):
     def forward(self, tokens):
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
-            handle = layer.maps[1].register_forward_pre_hook(self._fail) if i == 1 and self.fails == "forward" else None
+            handle = layer.up.register_forward_pre_hook(self._fail) if i == 1 and self.fails == "forward" else None
             try:
-                x = layer(x)
+                x, _ = layer(x, tokens[0, 0].item())
             finally:
                 if handle:
                     handle.remove()
@@ -1417,9 +1491,10 @@ def test_a_model_that_is_dropped_is_freed(spread):
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of all packed buffers that have storage now."""
-    buffers = [buffer.buffer for boundary in model._dmuon.boundaries for buffer in boundary.buffers]
-    return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+    """Bytes of all packed buffers, broadcasts and reduces in flight that have storage now."""
+    buffers = [buffer for boundary in model._dmuon.boundaries for buffer in boundary.buffers]
+    tensors = [t for b in buffers for t in (b.buffer, b.landing, b.gradient) if t is not None]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 @pytest.mark.parametrize("zero", [3, 2])

@@ -19,7 +19,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -223,10 +223,13 @@ def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str,
 # ------------------------------------------------------------------------------------------ dedicate_params
 
 
-def _check_call(model: nn.Module, mesh: DeviceMesh) -> None:
+def _check_call(**given: object) -> None:
     """What is wrong with the call itself, the same on every rank."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"dedicate_params: mesh is a {type(mesh).__name__}; pass the DeviceMesh that fully_shard gets")
+    kinds = {"model": nn.Module, "mesh": DeviceMesh, "reshard_after_forward": bool, "mp_policy": MixedPrecisionPolicy}
+    for name, kind in kinds.items():
+        if not isinstance(given[name], kind):
+            raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
+    model, mesh = given["model"], given["mesh"]
     if mesh.ndim != 1:
         raise ValueError(
             f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected one dimension, the shard mesh that "
@@ -279,7 +282,7 @@ def dedicate_params(
             was dedicated or sharded before, nothing is chosen, a chosen parameter is no matrix, has no hook boundary or
             is tied across two, or the ranks' models differ in names, shapes or owners.
     """
-    _check_call(model, mesh)
+    _check_call(model=model, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy)
     group, device = mesh.get_group(), _device(mesh)
     failure, matrices, slots = None, [], {}
     try:
@@ -289,12 +292,12 @@ def dedicate_params(
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
         failure = error
     _agree(f"failed with {failure}" if failure else _describe(model, slots), group, device, failure)
+    _synchronise(model, {matrix.parameter for matrix in matrices}, group, device)
     boundaries: dict[nn.Module, list[DedicatedParam]] = {}
     for matrix in matrices:
         owner = slots[matrix.fqn]
         param = DedicatedParam(matrix.fqn, matrix.holders, owner, owner == dist.get_rank(group), device)
         boundaries.setdefault(matrix.boundary, []).append(param)
-    _synchronise(model, group, device)
     dedicated = DedicatedModel(model, boundaries, group, reshard_after_forward, mp_policy)
     for module in {model, *boundaries, *(module for matrix in matrices for module, _ in matrix.holders)}:
         module._dmuon = dedicated
@@ -341,10 +344,10 @@ def _agree(text: str, group: dist.ProcessGroup, device: torch.device, failure: E
 
 
 @torch.no_grad()
-def _synchronise(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+def _synchronise(model: nn.Module, matrices: set[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     """FSDP2's parameters, and buffers, become those of the group's first rank; as bytes, so that any dtype travels."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta and not hasattr(tensor, "_dedicated_owner_rank") and tensor.numel():
+        if not tensor.is_meta and tensor not in matrices and tensor.numel():
             data = tensor.detach().to(device).contiguous()
             dist.broadcast(data.view(-1).view(torch.uint8), group=group, group_src=0)
             tensor.copy_(data)
@@ -354,8 +357,13 @@ def _synchronise(model: nn.Module, group: dist.ProcessGroup, device: torch.devic
 
 
 def _dedicated(module: nn.Module) -> DedicatedModel | None:
-    """DMuon's record of the model that the module is or belongs to; None when it holds nothing dedicated."""
-    return next((m._dmuon for m in module.modules() if hasattr(m, "_dmuon")), None)
+    """DMuon's record of the model whose dedicated matrices the module holds; None when it holds none."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module, got a {type(module).__name__}")
+    records = {m._dmuon: None for m in module.modules() if hasattr(m, "_dmuon")}
+    if len(records) > 1:
+        raise ValueError(f"{type(module).__name__} holds {len(records)} models dedicated one by one; pass one of them")
+    return next(iter(records), None)
 
 
 def _require_dedicated(model: nn.Module, caller: str) -> DedicatedModel:
@@ -397,13 +405,15 @@ def unshard(module: nn.Module) -> Iterator[None]:
     Every rank of the mesh enters it. What the owner writes (in place) stays; what others write is dropped at the end.
     What FSDP2 shards stays sharded. A module without dedicated matrices is left as it is.
     """
-    dedicated, members, works = _dedicated(module), set(module.modules()), []
+    dedicated, works, before = _dedicated(module), [], []
+    members = set(module.modules())
     params = [p for p in dedicated.params.values() if any(m in members for m, _ in p.holders)] if dedicated else []
     for p in params:
         p.adopt()
         whole = p.sharded if p.is_owner else nn.Parameter(p.sharded.new_empty(p.shape), p.sharded.requires_grad)
         data = whole.detach().contiguous()
         works.append(dist.broadcast(data, group=dedicated.broadcast_group, group_src=p.owner, async_op=True))
+        before.append((p, p.resting))  # not always `sharded`: contexts nest
         p.resting = whole  # a forward inside the context restores it
         p.hold(whole)
     for work in works:
@@ -411,9 +421,9 @@ def unshard(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for p in params:
-            p.resting = p.sharded
-            p.hold(p.sharded)
+        for p, resting in before:
+            p.resting = resting
+            p.hold(resting)
         if dedicated:
             dedicated.invalidate()
 
@@ -468,7 +478,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str | None = "match_rms_adamw",
         ns_backend: str = "gram",
         ns_steps: int = 5,
-        ns_coefficients: Iterable = POLAR_EXPRESS_COEFFICIENTS,
+        ns_coefficients: Sequence = POLAR_EXPRESS_COEFFICIENTS,
         ns_dtype: torch.dtype | None = None,
         eps: float = 1e-30,
         adamw_lr: float = 1e-3,
@@ -478,6 +488,7 @@ class Muon(torch.optim.Optimizer):
         param_groups: list[dict] | None = None,
     ):
         self._dedicated = _require_dedicated(model, "Muon")
+        self._dedicated.invalidate()  # a backward that raised may have left full matrices in the modules
         for p in self._dedicated.params.values():
             p.adopt()
         self._muon_defaults = dict(
@@ -491,12 +502,14 @@ class Muon(torch.optim.Optimizer):
         matrices = [p for p in model.parameters() if hasattr(p, "_dedicated_owner_rank")]
         others = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
         _check_sharded(others, self._dedicated)
-        super().__init__(param_groups or [{"params": matrices}, {"params": others}], defaults={"lr": lr})
+        groups = [{"params": matrices}, {"params": others}] if param_groups is None else param_groups
+        super().__init__(groups, defaults={"lr": lr})
 
     def add_param_group(self, param_group: dict) -> None:
         """As torch's; what the group does not name is its family's default. A group with both families becomes two."""
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
+        params = [p[1] if isinstance(p, tuple) else p for p in params]  # torch takes (name, parameter) too
         families = {
             "muon": [p for p in params if hasattr(p, "_dedicated_owner_rank")],
             "adamw": [p for p in params if not hasattr(p, "_dedicated_owner_rank")],
@@ -581,22 +594,29 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
         error_if_nonfinite: raise instead of scaling by a norm that is infinite or NaN.
 
     Returns:
-        The total norm before clipping, a 0-d tensor in the dtype of the model's first parameter, with the same value on
+        The total norm before clipping, a 0-d tensor, float64 for a float64 model, else float32, with the same value on
         every rank; non-finite if a gradient is.
 
     Raises:
         RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite.
     """
-    group = _require_dedicated(model, "clip_grad_norm_").reduce_group
-    params = [p for p in model.parameters() if p.numel() or isinstance(p, DTensor)]
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params if p.grad is not None]
-    local = [grad for grad in local if grad.numel()]  # FSDP2 leaves some ranks an empty shard
-    norm = torch.nn.utils.get_total_norm(local, norm_type)
-    norm = norm.to(params[0].device, torch.float64)  # a rank may own nothing: the dtype must not depend on gradients
+    dedicated = _require_dedicated(model, "clip_grad_norm_")
+    group, norm_type = dedicated.reduce_group, float(norm_type)
+    if norm_type == 0:
+        raise ValueError("clip_grad_norm_: norm_type is 0; expected 2.0, 1.0, infinity or another order")
+    gradients, counted = [], []
+    for p in (p for p in model.parameters() if p.grad is not None):
+        gradients.append(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
+        mine = isinstance(p.grad, DTensor) or hasattr(p, "_dedicated_owner_rank") or dist.get_rank(group) == 0
+        if mine and gradients[-1].numel():  # what the user's ignored_params left to the user is on every rank
+            counted.append(gradients[-1])
+    device = next(iter(dedicated.params.values())).device
+    norm = torch.nn.utils.get_total_norm(counted, norm_type).to(device, torch.float64)
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
-    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0)) if local else None
-    return norm.to(params[0].dtype)
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm if any(p.dtype == torch.float64 for p in model.parameters()) else norm.float()

@@ -971,7 +971,7 @@ def test_two_forwards_may_precede_two_backwards(order, zero, spread):
 
 @pytest.mark.parametrize("zero", [3, 2])
 def test_an_eval_between_two_backwards_leaves_their_order(zero, spread):
-    """Two graphs whose matrices only some ranks use, an eval after the first backward: no hang, the gradients add up."""
+    """Two graphs whose matrices only some ranks use, an eval after the first backward: the gradients add up."""
 
     def law(rank):
         model = shard(net(make=SelectiveNet), zero)
@@ -994,7 +994,7 @@ def test_an_eval_between_two_backwards_leaves_their_order(zero, spread):
 
 
 class Stopped(Net):
-    """Uses each layer's first matrix once more without a gradient: the inputs' gradients need it after its own is in."""
+    """Uses each layer's first matrix once more without a gradient: its inputs need it after its gradient is in."""
 
     class StoppedBlock(Block):
         def forward(self, x):
@@ -1024,7 +1024,7 @@ class Aside(Net):
 
 
 def test_a_loss_that_a_layer_hides_is_exact_or_refused(spread):
-    """Z2 has the matrices all along; in Z3 the backward finds no bytes and raises, rather than use a broadcast halfway."""
+    """Z2 has the matrices all along; in Z3 the backward finds no bytes and raises, it uses no half a broadcast."""
 
     def law(rank, zero):
         model = shard(net(make=Aside), zero)
@@ -1032,7 +1032,7 @@ def test_a_loss_that_a_layer_hides_is_exact_or_refused(spread):
         return snapshot(model)["grads"]
 
     def one(rank):
-        model, grads = net(make=Aside), []
+        model = net(make=Aside)
         total = sum(loss_of(model, batch) + sum(layer.aside for layer in model.layers) for batch in batches(2, 1)[0])
         (total / 2).backward()
         return {n: p.grad for n, p in model.named_parameters() if is_matrix(n)}
@@ -2112,6 +2112,89 @@ def test_the_clip_norm_is_that_of_one_process(norm_type, spread):
         assert run(4, law, fraction) == [pytest.approx(expected, rel=1e-6)] * 4
 
 
+def test_the_clip_norm_does_not_depend_on_who_owns_what():
+    """A rank that owns nothing, mixed dtypes, the user's ignored_params: one value and dtype, counted once."""
+
+    def idle(rank):
+        model = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), lambda *_: True, hook_boundary_strict=False)
+        model[0](torch.ones(1, 8)).sum().backward()
+        return dmuon.clip_grad_norm_(model, 1.0)
+
+    def mixed(rank):
+        model = net(dtype=torch.float32)
+        for layer in model.layers:
+            layer.maps.to(torch.bfloat16)
+        mesh = init_device_mesh("cpu", (2,))
+        dmuon.dedicate_params(model, mesh)
+        for p in dmuon.owned_params(model).values():
+            p.grad = torch.ones_like(p)
+        return dmuon.clip_grad_norm_(model, math.inf)
+
+    def ignored(rank):
+        model, mesh = net(), init_device_mesh("cpu", (2,))
+        dmuon.dedicate_params(model, mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.head.weight})
+        loss_of(model, batches(2, 1)[0][rank]).backward()
+        dist.all_reduce(model.head.weight.grad, op=dist.ReduceOp.AVG)
+        return dmuon.clip_grad_norm_(model, math.inf)
+
+    def one(rank):
+        model = net()
+        sum(loss_of(model, batch) for batch in batches(2, 1)[0]).div(2).backward()
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+    count = sum(p.numel() for n, p in net().named_parameters() if is_matrix(n))
+    for law, expected in ((idle, 8.0), (mixed, count**0.5), (ignored, run(1, one)[0].item())):
+        first, second = run(2, law)
+        assert torch.equal(first, second) and first.dtype == second.dtype
+        assert first.item() == pytest.approx(expected, rel=1e-3 if law is mixed else 1e-6), law.__name__
+
+
+def test_families_are_told_apart_whatever_came_before(spread):
+    """Named parameters, and an optimizer made after a backward that raised: every matrix is Muon's."""
+
+    def law(rank):
+        model = shard(net(make=Raising))
+        model.fails = "backward"
+        with pytest.raises(Failure):
+            loss_of(model, batches(2, 1)[0][rank]).backward()
+        groups = []
+        for named in (False, True):
+            params = [{"params": model.named_parameters()}] if named else None
+            optimizer = dmuon.Muon(model, param_groups=params)
+            groups.append([(g["family"], len(g["params"])) for g in optimizer.param_groups])
+        matrices = len(dmuon.owners(model))
+        others = len(list(model.parameters())) - matrices
+        return groups == [[("muon", matrices), ("adamw", others)]] * 2
+
+    assert run(2, law) == [True, True]
+
+
+def test_what_is_no_dedicated_model_is_refused():
+    """A wrong type is named; two models that were dedicated one by one are not taken for one; contexts nest."""
+
+    def law(rank):
+        mesh, model = init_device_mesh("cpu", (2,)), net()
+        for options in ({"mp_policy": None}, {"reshard_after_forward": None}):
+            with pytest.raises(TypeError, match=f"{next(iter(options))} is a NoneType; expected a"):
+                dmuon.dedicate_params(model, mesh, **options)
+        with pytest.raises(TypeError, match="model is a generator; expected a Module"):
+            dmuon.dedicate_params(model.parameters(), mesh)
+        with pytest.raises(TypeError, match="expected a module, got a generator"):
+            dmuon.Muon(model.parameters())
+        pair = nn.ModuleList([shard(net()), shard(net())])
+        with pytest.raises(ValueError, match="holds 2 models dedicated one by one"):
+            dmuon.owners(pair)
+        with dmuon.unshard(pair[0]):
+            with dmuon.unshard(pair[0].layers[0]):
+                pass
+            assert all(pair[0].get_parameter(name).numel() for name in dmuon.owners(pair[0]))
+        return True
+
+    assert run(2, law) == [True, True]
+
+
 def test_the_ownership_table_names_every_rank():
     """It prints the same map on every rank, with a column a rank."""
     tables = run(3, lambda rank: dmuon.ownership_table(shard(net())))
@@ -2231,6 +2314,21 @@ def test_broken_data_is_refused_by_name(name, tmp_path):
         for split in (corpus.train, corpus.val):
             for start in range(split.windows):
                 split.window(start)
+
+
+def test_all_ranks_stop_together(tmp_path):
+    """A token outside the vocabulary in one rank's slice, a loss that is not finite: one error on every rank."""
+    write_tokens(tmp_path / "train.bin", [*[1] * 300, 60000, *[1] * 300])
+
+    def law(rank, options):
+        with pytest.raises(train_gpt.UsageError) as caught:
+            train_gpt.main([*TINY, "--steps=50", f"--out={tmp_path}/out", *options])
+        return str(caught.value)
+
+    for options, message in (([f"--data={tmp_path}/train.bin"], "has token 60000 at position 300, outside"),
+                             (["--muon_lr=1e30", "--adamw_lr=1e30"], "step [2-9]: loss (nan|inf)")):
+        first, second = run(2, law, options)
+        assert first == second and re.search(message, first), first
 
 
 def test_text_and_token_files_do_not_mix(tmp_path):

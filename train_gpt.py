@@ -128,7 +128,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
           eval_every=(100, number(int, 0), "steps between evaluations; 0: only at the end"),
           sample_every=(0, number(int, 0), "steps between samples; 0: only at the end"),
           log_every=(10, number(int, 1), "steps between printed lines"),
-          seed=(0, number(int, 0), "of weights and batches"),
+          seed=(0, number(int, 0, 2**31), "of weights and batches"),
           dtype=("auto", ("auto", *DTYPES), "bfloat16: compute, on float32 weights; auto: float32, on CUDA bfloat16"),
           device=("auto", ("auto", "cpu", "cuda"), "auto: cuda if there is one"))
     return parser.parse_args(argv)
@@ -219,10 +219,11 @@ class Split:
                              f"--vocab_size is {self.vocab_size}")
         return window
 
-    def batch(self, starts: Tensor, device: str) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) of the windows that begin at `starts` (B,)."""
-        windows = torch.stack([self.window(int(start)) for start in starts]).to(device)
-        return windows[:, :-1], windows[:, 1:]
+    def batches(self, starts: Tensor, rank: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """One rank's inputs and targets (B, T), from starts (batches, ranks, B); all ranks read all: all see a bad one."""
+        windows = torch.stack([self.window(start) for start in starts.flatten().tolist()]).view(*starts.shape, -1)
+        for window in windows[:, rank].to(device):
+            yield window[:, :-1], window[:, 1:]
 
 
 @dataclass
@@ -232,7 +233,7 @@ class Corpus:
     val: Split
     vocab_size: int
     is_text: bool
-    sha256: str  # of the first MiB of each file: tells two runs' data apart
+    sha256: str  # of the first 2^20 tokens of each file: tells two runs' data apart
 
 
 def load_corpus(args: argparse.Namespace) -> Corpus:
@@ -319,8 +320,7 @@ def batches(corpus: Corpus, args: argparse.Namespace, step: int, rank: int,
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     sequences = ranks * args.device_batch_size * args.micro_steps
     starts = torch.randint(corpus.train.windows, (sequences,), generator=generator)
-    for mine in starts.view(args.micro_steps, ranks, -1)[:, rank]:
-        yield corpus.train.batch(mine, args.device)
+    return corpus.train.batches(starts.view(args.micro_steps, ranks, -1), rank, args.device)
 
 
 # ---------------------------------------------------------------------------------------------------- model
@@ -528,8 +528,8 @@ def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace) -> float:
     count = -(-EVAL_WINDOWS // (ranks * size))
     starts = torch.linspace(0, corpus.val.windows - 1, count * ranks * size, dtype=torch.float64).long()
     total = torch.zeros((), dtype=torch.float64, device=args.device)
-    for mine in starts.view(count, ranks, size)[:, rank]:
-        total += loss_of(model, *corpus.val.batch(mine, args.device))
+    for tokens, targets in corpus.val.batches(starts.view(count, ranks, size), rank, args.device):
+        total += loss_of(model, tokens, targets)
     dist.all_reduce(total)
     return total.item() / (count * ranks)
 
@@ -579,6 +579,8 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, arg
     loss = total.item() / dist.get_world_size()
     middle = time.perf_counter()
     norm = clip(model, args)
+    if not math.isfinite(loss + norm):  # the same on every rank; the step would spoil weights and momenta
+        raise UsageError(f"step {step}: loss {loss}, gradient norm {norm}; try a lower --muon_lr or --adamw_lr")
     optimizer.step()
     if args.device == "cuda":
         torch.cuda.synchronize()

@@ -220,7 +220,7 @@ class Split:
         return window
 
     def batches(self, starts: Tensor, rank: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """One rank's inputs and targets (B, T) from starts (batches, ranks, B). All ranks read all and so see a bad one."""
+        """One rank's inputs and targets (B, T) from starts (batches, ranks, B). All ranks read all windows."""
         windows = torch.stack([self.window(start) for start in starts.flatten().tolist()]).view(*starts.shape, -1)
         for window in windows[:, rank].to(device):
             yield window[:, :-1], window[:, 1:]

@@ -29,6 +29,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from math import prod
 
 import pytest
@@ -1097,6 +1098,65 @@ def test_layers_may_be_skipped_by_all_ranks(zero, spread):
         assert all(torch.allclose(got[n], expected[step][n], rtol=1e-10) for n in got), step
 
 
+class InnerCheckpoint(Net):
+    """Activation checkpointing of each block's body, inside the boundary."""
+
+    class CheckpointBlock(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def __init__(self):
+        super().__init__(InnerCheckpoint.CheckpointBlock)
+
+
+class OuterCheckpoint(Net):
+    """Activation checkpointing around each boundary."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class WideCheckpoint(Net):
+    """One checkpoint around all boundaries."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = checkpoint(lambda x: self.layers[2](self.layers[1](self.layers[0](x))), x, use_reentrant=False)
+        return self.head(x)
+
+
+class Late:
+    """A collective whose result is NaN until it is waited for."""
+
+    def __init__(self, collective: Callable, tensor: Tensor, *args, **options):
+        self.tensor, self.result = tensor, tensor.clone()
+        self.work = collective(self.result, *args, **options)
+        tensor.fill_(math.nan)
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.tensor.copy_(self.result)
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+@pytest.mark.parametrize("make", [Net, SelectiveNet, Looped, WideCheckpoint])
+def test_every_collective_is_waited_for_before_its_result_is_used(make, zero, spread, monkeypatch):
+    """Broadcasts and reduces that leave NaN until the last moment: the numbers of one process (C12)."""
+    for name in ("broadcast", "reduce"):
+        def late(tensor, *args, _collective=getattr(dist, name), **options):
+            asynchronous = options.get("async_op")
+            return (partial(Late, _collective) if asynchronous else _collective)(tensor, *args, **options)
+
+        monkeypatch.setattr(dist, name, late)
+    exact(2, train, zero, 3, make, steps=3, make=make)
+
+
 class Failure(Exception):
     pass
 
@@ -1392,36 +1452,6 @@ def test_what_the_user_assigns_is_adopted(spread):
         return True
 
     assert run(2, law) == [True, True]
-
-
-class InnerCheckpoint(Net):
-    """Activation checkpointing of each block's body, inside the boundary."""
-
-    class CheckpointBlock(Block):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    def __init__(self):
-        super().__init__(InnerCheckpoint.CheckpointBlock)
-
-
-class OuterCheckpoint(Net):
-    """Activation checkpointing around each boundary."""
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(x)
-
-
-class WideCheckpoint(Net):
-    """One checkpoint around all boundaries."""
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        x = checkpoint(lambda x: self.layers[2](self.layers[1](self.layers[0](x))), x, use_reentrant=False)
-        return self.head(x)
 
 
 @pytest.mark.parametrize("inside", [True, False])

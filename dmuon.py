@@ -16,7 +16,6 @@ shows whole matrices on every rank.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +30,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from hooks import DedicatedModel, DedicatedParam
+from hsdp import Slot, SlotMesh, agree, local, replicate, start_broadcast, synchronise, wait
 from newton_schulz import (
     KELLER_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
     YOU_COEFFICIENTS,
     gram_newton_schulz,
     newton_schulz,
+    sharded_dim,
+    sums_grams,
+    tensor_parallel_newton_schulz,
+    tensor_parallel_norms,
 )
 from partition import assign_owners, ownership_map
 
@@ -45,8 +49,6 @@ __all__ = [
     "newton_schulz", "gram_newton_schulz",
     "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS", "POLAR_EXPRESS_COEFFICIENTS",
 ]
-
-Slot = tuple[int, int]  # (shard, replicate) coordinate of an owner; replicate is 0 on a 1-D mesh
 
 LAYER_NAME = re.compile(r"(^|\.)(layers|layer|blocks|h)\.\d+$")  # Llama, BERT, ViT and GPT-2 name their blocks so
 WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")  # torch.compile, checkpoint_wrapper
@@ -152,9 +154,7 @@ def _is_default_matrix(name: str, parameter: nn.Parameter, module: nn.Module) ->
 def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
     """Refuse what the user's predicate chose and Newton-Schulz cannot take."""
     shape = tuple(parameter.shape)
-    if isinstance(parameter, DTensor):
-        problem = "is a DTensor; call dmuon.dedicate_params before fully_shard"
-    elif parameter.ndim < 2:
+    if parameter.ndim < 2:
         problem = f"has shape {shape}: a {'scalar' if parameter.ndim == 0 else 'vector'} has no singular vectors; " \
                   f"make the predicate leave it to AdamW"
     elif parameter.ndim > 3 or isinstance(module, CONVOLUTIONS):
@@ -229,12 +229,14 @@ def _check_call(**given: object) -> None:
     for name, kind in kinds.items():
         if not isinstance(given[name], kind):
             raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
-    model, mesh = given["model"], given["mesh"]
-    if mesh.ndim != 1:
+    model, mesh, replicate_mesh = given["model"], given["mesh"], given["replicate_mesh"]
+    if mesh.ndim > (2 if replicate_mesh is None else 1):
         raise ValueError(
-            f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected one dimension, the shard mesh that "
-            f"fully_shard gets"
+            f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard gets, (shard,) "
+            f"or (replicate, shard), without tensor parallelism's; with replicate_mesh the 1-D shard mesh"
         )
+    if replicate_mesh is not None and (not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1):
+        raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
     for name, module in model.named_modules():
         if hasattr(module, "_dmuon"):
             raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
@@ -251,23 +253,28 @@ def dedicate_params(
     predicate: Callable[[str, nn.Parameter], bool] | None = None,
     *,
     reshard_after_forward: bool = True,
+    replicate_mesh: DeviceMesh | None = None,
     hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
     hook_boundary_strict: bool = True,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> dict[str, Slot]:
     """Give each matrix of the model one owner. Call it before `fully_shard`, with the same mesh.
 
-    Afterwards a dedicated matrix is whole on its owner and an empty placeholder elsewhere, and `fully_shard` leaves it
-    alone. Weights are equal on all ranks: a matrix is its owner's, everything else (parameters that stay with FSDP2,
-    buffers) is that of the mesh's first rank. Meta tensors are left alone.
+    Afterwards a dedicated matrix is whole on its owner (and the owner's replicate peers) and an empty placeholder
+    elsewhere, and `fully_shard` leaves it alone. Weights are equal on all ranks: a matrix is its owner's, everything
+    else (parameters that stay with FSDP2, buffers) is that of the mesh's first rank. Meta tensors are left alone. A
+    parameter that `parallelize_module` has made a DTensor keeps its placement: the ranks of the tensor-parallel mesh
+    own its shards together.
 
     Args:
         model: the root module, on any device; dedicated matrices move to the mesh's device.
-        mesh: 1-D, the mesh that `fully_shard` gets.
+        mesh: the mesh that `fully_shard` gets: (shard,) or, for HSDP, (replicate, shard). With tensor parallelism it
+            has dimension names.
         predicate: `(fqn, parameter) -> bool` chooses the matrices, (m, n) or stacked (E, m, n). None: every matrix of
             a linear map inside a hook boundary. Frozen parameters are never dedicated.
         reshard_after_forward: True (Z3) frees full matrices after the forward and broadcasts them again for the
             backward; False (Z2) keeps them. Match what `fully_shard` gets.
+        replicate_mesh: the replicate dimension, if `mesh` is the 1-D shard mesh of a 2-D one.
         hook_boundary_predicate: `(module) -> bool`; the lowest module around a matrix where it is true unshards the
             matrix. None: modules named `layers.N`, `layer.N`, `blocks.N` or `h.N`.
         hook_boundary_strict: raise for a matrix without a boundary; False lets the module that holds it be its own.
@@ -280,28 +287,64 @@ def dedicate_params(
     Raises:
         TypeError, ValueError: on every rank, before the model is touched, when the mesh has another shape, the model
             was dedicated or sharded before, nothing is chosen, a chosen parameter is no matrix, has no hook boundary or
-            is tied across two, or the ranks' models differ in names, shapes or owners.
+            is tied across two, is sharded over two tensor-parallel dimensions or a mesh without names, or the ranks'
+            models differ in names, shapes or owners.
     """
-    _check_call(model=model, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy)
-    group, device = mesh.get_group(), _device(mesh)
-    failure, matrices, slots = None, [], {}
+    _check_call(model=model, mesh=mesh, replicate_mesh=replicate_mesh, reshard_after_forward=reshard_after_forward,
+                mp_policy=mp_policy)
+    groups, device = [mesh.get_group(mesh.ndim - 1)], _device(mesh)
+    if mesh.ndim == 2 or replicate_mesh is not None:
+        groups.append((replicate_mesh or mesh).get_group(0))
+    failure, matrices, slots, tp_mesh = None, [], {}, None
     try:
+        tp_mesh = _tensor_parallel_mesh(model, mesh, replicate_mesh)
         matrices = _choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
-        shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
-        slots = assign_owners(shapes, {matrix.fqn: matrix.boundary_name for matrix in matrices}, mesh.size())
+        slots = _assign_slots(matrices, *(group.size() for group in groups))
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
         failure = error
-    _agree(f"failed with {failure}" if failure else _describe(model, slots), group, device, failure)
-    _synchronise(model, {matrix.parameter for matrix in matrices}, group, device)
-    boundaries: dict[nn.Module, list[DedicatedParam]] = {}
+    agree(_describe(model, slots), groups, device, failure)
+    chosen = {matrix.parameter for matrix in matrices}
+    synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], groups, device)
+    slot_mesh, boundaries = SlotMesh(device, *groups, tp_mesh=tp_mesh), {}
     for matrix in matrices:
-        owner = slots[matrix.fqn]
-        param = DedicatedParam(matrix.fqn, matrix.holders, owner, owner == dist.get_rank(group), device)
+        param = DedicatedParam(matrix.fqn, matrix.holders, slots[matrix.fqn], slot_mesh)
         boundaries.setdefault(matrix.boundary, []).append(param)
-    dedicated = DedicatedModel(model, boundaries, group, reshard_after_forward, mp_policy)
-    for module in {model, *boundaries, *(module for matrix in matrices for module, _ in matrix.holders)}:
+    dedicated = DedicatedModel(model, boundaries, slot_mesh, reshard_after_forward, mp_policy)
+    holders = {module for matrix in matrices for module, _ in matrix.holders}
+    for module in {model, *boundaries, *holders}:
         module._dmuon = dedicated
+        module.register_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
+        module.register_load_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
+    replicate(dedicated.params.values(), slot_mesh)
     return owners(model)
+
+
+def _assign_slots(matrices: list[_Matrix], num_shards: int, num_replicas: int = 1) -> dict[str, Slot]:
+    shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
+    layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
+    numbers = assign_owners(shapes, layers, num_shards * num_replicas, num_replicas)
+    return {fqn: (number % num_shards, number // num_shards) for fqn, number in numbers.items()}
+
+
+def _tensor_parallel_mesh(model: nn.Module, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of the model's DTensors: before `fully_shard` they are those of tensor parallelism."""
+    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
+    found = None
+    for fqn, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
+            continue
+        names = parameter.device_mesh.mesh_dim_names
+        if not names or not data_names:
+            problem = "and not every mesh has names; give mesh_dim_names to init_device_mesh, and slices of that mesh"
+        elif data_names & {*names}:
+            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
+        elif len(names) > 1 or found is not None:
+            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
+        else:
+            found = parameter.device_mesh
+            continue
+        raise ValueError(f"dedicate_params: parameter '{_clean(fqn)}' is a DTensor over dimensions {names}, {problem}")
+    return found
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -311,46 +354,14 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _describe(model: nn.Module, slots: dict[str, int]) -> str:
+def _describe(model: nn.Module, slots: dict[str, Slot]) -> str:
     """One line a tensor of the model, with its owner if it has one: what all ranks must agree on."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    lines = [(_clean(name), tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
-    return "\n".join(f"{name} {shape} {dtype} owner {slots.get(name)}" for name, shape, dtype in lines)
-
-
-def _agree(text: str, group: dist.ProcessGroup, device: torch.device, failure: Exception | None) -> None:
-    """Raise on every rank unless all ranks of the group hold the same text: one small collective."""
-    data = text.encode()
-    local = torch.tensor([int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)], device=device)
-    hashes = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(hashes, local, group=group)
-    if failure is None and all(torch.equal(local, other) for other in hashes):
-        return
-    padded = torch.zeros(max(int(other[1]) for other in hashes), dtype=torch.uint8, device=device)
-    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in hashes]
-    dist.all_gather(gathered, padded, group=group)
-    if failure is not None:
-        raise failure
-    texts = [bytes(other.tolist()).rstrip(b"\0").decode().split("\n") for other in gathered]
-    for rank, theirs in enumerate(texts[1:], start=1):
-        for i in range(max(len(theirs), len(texts[0]))):
-            ours, other = ("".join(lines[i : i + 1]) or "nothing" for lines in (texts[0], theirs))
-            if ours != other:
-                raise ValueError(
-                    f"dedicate_params: ranks disagree about the model. Rank 0 of the shard group has [{ours}], rank "
-                    f"{rank} has [{other}]; build the same model, in the same order, on every rank"
-                )
-
-
-@torch.no_grad()
-def _synchronise(model: nn.Module, matrices: set[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """FSDP2's parameters, and buffers, become those of the group's first rank; as bytes, so that any dtype travels."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta and tensor not in matrices and tensor.numel():
-            data = tensor.detach().to(device).contiguous()
-            dist.broadcast(data.view(-1).view(torch.uint8), group=group, group_src=0)
-            tensor.copy_(data)
+    lines = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        placed = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+        what = f"{_clean(name)} {tuple(tensor.shape)}{placed} {tensor.dtype}"
+        lines.append(f"{what} owner {slots.get(_clean(name))}")
+    return "\n".join(lines)
 
 
 # --------------------------------------------------------------------------------- looking at a dedicated model
@@ -377,7 +388,7 @@ def _require_dedicated(model: nn.Module, caller: str) -> DedicatedModel:
 
 def owners(model: nn.Module) -> dict[str, Slot]:
     """{FQN: (shard, replicate) slot of its owner} for every dedicated matrix, in model order, equal on every rank."""
-    return {p.fqn: (p.owner, 0) for p in _require_dedicated(model, "owners").params.values()}
+    return {p.fqn: p.slot for p in _require_dedicated(model, "owners").params.values()}
 
 
 def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -394,8 +405,9 @@ def ownership_table(model: nn.Module) -> str:
     shapes = {fqn: tuple(p.shape) for fqn, p in dedicated.params.items()}
     names = {module: _clean(name) for name, module in model.named_modules()}
     layers = {p.fqn: names[boundary.module] for boundary in dedicated.boundaries for p in boundary.params}
-    slots = {fqn: p.owner for fqn, p in dedicated.params.items()}
-    return ownership_map(shapes, layers, slots, dist.get_world_size(dedicated.broadcast_group))
+    shards, replicas = dedicated.mesh.num_shards, dedicated.mesh.num_replicas
+    slots = {fqn: p.slot[0] + shards * p.slot[1] for fqn, p in dedicated.params.items()}
+    return ownership_map(shapes, layers, slots, shards * replicas, num_replicas=replicas)
 
 
 @contextmanager
@@ -403,27 +415,31 @@ def unshard(module: nn.Module) -> Iterator[None]:
     """Inside the context, every dedicated matrix below `module` is whole on every rank, in its own dtype.
 
     Every rank of the mesh enters it. What the owner writes (in place) stays; what others write is dropped at the end.
-    What FSDP2 shards stays sharded. A module without dedicated matrices is left as it is.
+    What FSDP2 shards stays sharded, and a matrix with tensor parallelism a DTensor. A module without dedicated matrices
+    is left as it is.
     """
     dedicated, works, before = _dedicated(module), [], []
     members = set(module.modules())
     params = [p for p in dedicated.params.values() if any(m in members for m, _ in p.holders)] if dedicated else []
+    if dedicated:
+        dedicated.finish_replicate_broadcasts()
     for p in params:
         p.adopt()
-        whole = p.sharded if p.is_owner else nn.Parameter(p.sharded.new_empty(p.shape), p.sharded.requires_grad)
-        data = whole.detach().contiguous()
-        works.append(dist.broadcast(data, group=dedicated.broadcast_group, group_src=p.owner, async_op=True))
+        replicate([p], p.mesh)  # the owner alone may have been written to
+        empty = local(p.sharded).new_empty(p.local_shape)
+        whole = p.sharded if p.in_column else nn.Parameter(p.wrap(empty), p.sharded.requires_grad)
+        works += start_broadcast(local(whole).contiguous(), p.mesh.broadcast_group, p.slot[0])
         before.append((p, p.resting))  # not always `sharded`: contexts nest
         p.resting = whole  # a forward inside the context restores it
         p.hold(whole)
-    for work in works:
-        work.wait()
+    wait(works)
     try:
         yield
     finally:
         for p, resting in before:
             p.resting = resting
             p.hold(resting)
+            replicate([p], p.mesh)
         if dedicated:
             dedicated.invalidate()
 
@@ -461,6 +477,9 @@ class Muon(torch.optim.Optimizer):
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: passed to `torch.optim.AdamW`.
         param_groups: groups in torch's form, {"params": [...], option: value}; a group with both families is split.
             None: one group for each family.
+        replicate_async: HSDP: leave the new weights in flight to their replicate peers when `step` returns. They arrive
+            there before a forward, a state dict or `unshard` needs them; a peer that reads `model.parameters()` itself
+            sees the old ones until then. The numbers are the same either way.
 
     Raises:
         ValueError: a model without dedicated parameters or without FSDP2 on the rest, a negative rate, decay or eps,
@@ -486,8 +505,9 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float = 0.0,
         param_groups: list[dict] | None = None,
+        replicate_async: bool = True,
     ):
-        self._dedicated = _require_dedicated(model, "Muon")
+        self._dedicated, self._replicate_async = _require_dedicated(model, "Muon"), replicate_async
         self._dedicated.invalidate()  # a backward that raised may have left full matrices in the modules
         for p in self._dedicated.params.values():
             p.adopt()
@@ -529,30 +549,47 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            if group["family"] == "muon":
-                for p in group["params"]:
-                    if p.grad is not None and p.requires_grad:
-                        self._update(p, group)
+        muon_groups = [group for group in self.param_groups if group["family"] == "muon"]
+        owned = [(p, g) for g in muon_groups for p in g["params"] if p.grad is not None and p.requires_grad]
+        for p, group in owned:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+            self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+        cut = [(p, group) for p, group in owned if sums_grams(p)]
+        norms = {}
+        if cut:  # the same matrices on all ranks of the tensor-parallel mesh
+            tp_group = self._dedicated.mesh.tp_mesh.get_group()
+            directions = (self._direction(p, group) for p, group in cut)
+            norms = dict(zip((p for p, _ in cut), tensor_parallel_norms(directions, tp_group)))
+        for p, group in owned:
+            self._update(p, group, norms.get(p))
+        self._dedicated.start_replicate_broadcasts()
         # `load_state_dict` replaces both objects, so AdamW is pointed at them anew
         self._adamw.param_groups = [group for group in self.param_groups if group["family"] == "adamw"]
         self._adamw.state = self.state
         self._adamw.step()
         self._dedicated.invalidate()
+        if not self._replicate_async:
+            self._dedicated.finish_replicate_broadcasts()
         return loss
 
-    def _update(self, p: nn.Parameter, group: dict) -> None:
+    def _direction(self, p: nn.Parameter, group: dict) -> Tensor:
+        """What is orthogonalised: the momentum, or one step ahead along it."""
+        momentum = self.state[p]["momentum_buffer"]
+        return p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+    def _update(self, p: nn.Parameter, group: dict, norm: Tensor | None) -> None:
         """One owned matrix, by the formulas of `torch.optim.Muon`; p (..., m, n), e.g. (3072, 768)."""
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p.grad)
-        momentum = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-        update = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        orthogonalise = gram_newton_schulz if group["ns_backend"] == "gram" else newton_schulz
-        update = orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
+        update = self._direction(p, group)
+        options = (group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
+        if sharded_dim(p) is not None:
+            update = local(tensor_parallel_newton_schulz(update, *options, norm))
+        else:
+            orthogonalise = gram_newton_schulz if group["ns_backend"] == "gram" else newton_schulz
+            update = orthogonalise(local(update), *options)
         lr = float(group["lr"])
-        p.mul_(1 - lr * group["weight_decay"])
-        p.add_(update, alpha=-_adjusted_lr(lr, group["adjust_lr_fn"], *p.shape[-2:]))
+        local(p).mul_(1 - lr * group["weight_decay"])
+        local(p).add_(update, alpha=-_adjusted_lr(lr, group["adjust_lr_fn"], *p.shape[-2:]))  # of the whole matrix
 
 
 def _check_muon_options(options: dict) -> None:
@@ -573,7 +610,9 @@ def _check_muon_options(options: dict) -> None:
 def _check_sharded(others: list[nn.Parameter], dedicated: DedicatedModel) -> None:
     """Without FSDP2 nobody averages these gradients, and the ranks would drift apart without a word."""
     trained = [p for p in others if p.requires_grad]
-    if dist.get_world_size(dedicated.reduce_group) > 1 and trained and not any(isinstance(p, DTensor) for p in trained):
+    mesh = dedicated.mesh
+    sharded = [isinstance(p, DTensor) and p.device_mesh != mesh.tp_mesh for p in trained]
+    if mesh.num_shards * mesh.num_replicas > 1 and trained and not any(sharded):
         raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
 
 
@@ -601,20 +640,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
         RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite.
     """
     dedicated = _require_dedicated(model, "clip_grad_norm_")
-    group, norm_type = dedicated.reduce_group, float(norm_type)
+    norm_type = float(norm_type)
     if norm_type == 0:
         raise ValueError("clip_grad_norm_: norm_type is 0; expected 2.0, 1.0, infinity or another order")
     gradients, counted = [], []
     for p in (p for p in model.parameters() if p.grad is not None):
-        gradients.append(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
-        mine = isinstance(p.grad, DTensor) or hasattr(p, "_dedicated_owner_rank") or dist.get_rank(group) == 0
-        if mine and gradients[-1].numel():  # what the user's ignored_params left to the user is on every rank
+        gradients.append(local(p.grad))
+        if gradients[-1].numel() and dedicated.mesh.counts(p):
             counted.append(gradients[-1])
-    device = next(iter(dedicated.params.values())).device
-    norm = torch.nn.utils.get_total_norm(counted, norm_type).to(device, torch.float64)
-    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(norms, norm, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm = torch.nn.utils.get_total_norm(counted, norm_type).to(dedicated.mesh.device, torch.float64)
+    for group in dedicated.mesh.groups():
+        norms = [torch.empty_like(norm) for _ in range(group.size())]
+        dist.all_gather(norms, norm, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
     if gradients:

@@ -54,6 +54,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from hsdp import Slot, SlotMesh, TwoStageReduce, local, replicate_broadcasts, split, start_broadcast, wait
+
 PREFETCH = True  # issue the next boundary's broadcast while this one computes; off only to measure what it brings
 
 # [Note: storage resize and the version counter]
@@ -74,11 +76,6 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 # end, with zeros for what had no gradient. Between those points nothing blocks on a reduce: a peer may be unable to
 # launch its own before the end of its backward.
 
-# [Note: Newton-Schulz hides a wrong divisor]
-# A matrix's update does not change when its gradient is scaled, so a gradient that was summed instead of averaged, or
-# averaged twice, trains alike; it shows only in the norm, in clipping and in AdamW's half. The reduce is an average
-# over all ranks, those with zeros included, as FSDP2's is: the loss must be the mean over the rank's own tokens. The
-# tests compare gradients, not losses.
 
 
 class BufferState(Enum):
@@ -92,22 +89,27 @@ class BufferState(Enum):
 class DedicatedParam:
     """One matrix with one owner: the two parameter objects that stand for it, and the modules that hold it.
 
-    `sharded` is what modules and optimizers hold between steps: on the owner the whole matrix in the parameter's own
-    dtype (owned data), elsewhere a placeholder without elements. `full` is a view of the packed buffer, on every rank.
+    `sharded` is what modules and optimizers hold between steps: in the owner's shard column the whole matrix in the
+    parameter's own dtype (owned data), elsewhere a placeholder without elements. `full` is a view of the packed buffer,
+    on every rank. With tensor parallelism (TP) all of this is about this TP rank's shard, and both are DTensors.
 
     Args:
         fqn: fully qualified name, as in `model.named_parameters()`, without wrapper prefixes.
         holders: every (module, attribute name) that holds the parameter; more than one when it is tied.
-        owner: the owner's rank in the shard group.
-        is_owner: whether this rank is the owner.
-        device: where the matrix lives; meta parameters stay on meta.
+        slot: the owner's.
+        mesh: this rank's place in the mesh; its device is where the matrix lives, but meta parameters stay on meta.
     """
 
-    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], owner: int, is_owner: bool,
-                 device: torch.device):
-        self.fqn, self.holders, self.owner, self.is_owner, self.device = fqn, holders, owner, is_owner, device
+    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], slot: Slot, mesh: SlotMesh):
+        self.fqn, self.holders, self.slot, self.mesh = fqn, holders, slot, mesh
+        self.in_column, self.is_owner = slot[0] == mesh.slot[0], slot == mesh.slot
         module, name = holders[0]
-        self.shape, self.numel = module._parameters[name].shape, module._parameters[name].numel()
+        held = module._parameters[name]
+        self.shape, self.local_shape, self.numel = held.shape, local(held).shape, local(held).numel()
+        self.wrap = lambda tensor: tensor  # makes the like of `sharded` or `full` from this rank's TP shard
+        if isinstance(held, DTensor):
+            self.wrap = partial(DTensor.from_local, device_mesh=held.device_mesh, placements=held.placements,
+                                run_check=False, shape=held.shape, stride=held.stride())
         # `full` is made at the first unshard; `resting`, what modules hold else, is `sharded` but in `dmuon.unshard`
         self.full = self.resting = None
         self.adopt()
@@ -124,52 +126,60 @@ class DedicatedParam:
         if held is self.full or held is self.resting:
             return
         problem = f"dedicated parameter '{self.fqn}' of shape {tuple(self.shape)} has become a {type(held).__name__}"
-        if isinstance(held, DTensor):
+        if isinstance(held, DTensor) and held.device_mesh != self.mesh.tp_mesh:
             raise RuntimeError(f"{problem}: FSDP2 sharded it. Call dmuon.dedicate_params before fully_shard")
-        if not isinstance(held, nn.Parameter) or self.is_owner and held.shape != self.shape:
+        if not isinstance(held, nn.Parameter) or self.in_column and local(held).shape != self.local_shape:
             raise RuntimeError(f"{problem} of shape {tuple(held.shape)}: assign an nn.Parameter of the old shape to it")
-        device = held.device if held.is_meta else self.device
-        if self.is_owner:
+        device = held.device if held.is_meta else self.mesh.device
+        if self.in_column:
             held.data = held.data.to(device)
         elif held.numel():
             placeholder = nn.Parameter(torch.empty(0, dtype=held.dtype, device=device), held.requires_grad)
             placeholder.__dict__.update(held.__dict__)  # marks that the user's code may look for
             held = placeholder
-        held._dedicated_owner_rank = (self.owner, 0)
+        held._dedicated_owner_rank = self.slot
         self.sharded = self.resting = held
         self.hold(held)
 
 
 class PackedBuffer:
-    """One flat buffer for the matrices of one boundary that have one owner and one dtype; one broadcast, one reduce.
+    """One flat buffer for the matrices of one boundary, one shard column and one dtype; one broadcast, one reduce.
 
     Args:
-        params: the matrices, in model order, which is their order in the buffer.
-        dtype: what is broadcast and computed with: `mp_policy.param_dtype`, or the parameters' own dtype.
+        params: the matrices, ordered by slot, which is their order in the buffer.
+        model: has the mesh, and in `mp_policy.param_dtype`, if it is not None, the dtype that is computed with.
         on_gradient: called after autograd has accumulated a gradient into one of the full parameters.
     """
 
-    def __init__(self, params: list[DedicatedParam], dtype: torch.dtype, on_gradient: Callable):
-        self.params, self.owner, self.is_owner = params, params[0].owner, params[0].is_owner
-        self.landing = self.gradient = self.reduction = None  # of a broadcast in flight; of a reduce in flight
+    def __init__(self, params: list[DedicatedParam], model: DedicatedModel, on_gradient: Callable):
+        self.params, self.mesh = params, model.mesh
+        dtype = model.mp_policy.param_dtype or params[0].sharded.dtype
+        self.landing: Tensor | None = None  # of a broadcast in flight
+        self.arriving: list = []  # replicate broadcasts of the last step, in flight to this rank's owned data
         with torch.inference_mode(False):  # a buffer born in inference mode could never be saved for a backward
-            self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=params[0].device)
-            for p, view in zip(params, _split(self.buffer, params)):
-                p.full = nn.Parameter(view)
+            self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=self.mesh.device)
+            for p, view in zip(params, split(self.buffer, params)):
+                p.full = nn.Parameter(p.wrap(view))
                 p.full.register_post_accumulate_grad_hook(on_gradient)
         self.free()
 
-    def fill(self, group: dist.ProcessGroup) -> None:
-        """The owner packs its data beside the buffer, the broadcast is issued."""
+    def receive(self) -> None:
+        """Wait for the new weights, if they are on their way to this rank."""
+        while self.arriving:
+            self.arriving.pop(0).finish()
+
+    def fill(self) -> None:
+        """The row's rank of the column packs its data beside the buffer, the broadcast is issued."""
+        self.receive()
         self.landing = torch.empty_like(self.buffer)
-        if self.is_owner:
-            torch._foreach_copy_(_split(self.landing, self.params), [p.sharded.detach() for p in self.params])
-        self.broadcast = dist.broadcast(self.landing, group=group, group_src=self.owner, async_op=True)
+        if self.params[0].in_column:
+            torch._foreach_copy_(split(self.landing, self.params), [local(p.sharded) for p in self.params])
+        self.broadcasts = start_broadcast(self.landing, self.mesh.broadcast_group, self.params[0].slot[0])
 
     def land(self) -> None:
         """Wait, and give the buffer its bytes. See [Note: storage resize and the version counter]."""
         if self.landing is not None:
-            self.broadcast.wait()
+            wait(self.broadcasts)
             self.buffer.untyped_storage().resize_(self.buffer.nbytes)
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.buffer):
                 self.buffer.copy_(self.landing)
@@ -178,28 +188,6 @@ class PackedBuffer:
     def free(self) -> None:
         self.land()  # a broadcast in flight must end first
         self.buffer.untyped_storage().resize_(0)
-
-    def start_reduce(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
-        """Pack the local gradients, zeros where there is none, and issue their average to the owner.
-
-        See [Note: Newton-Schulz hides a wrong divisor].
-        """
-        self.reduced = [p for p in self.params if p.full.requires_grad]  # not the frozen
-        numel, dtype = sum(p.numel for p in self.reduced), dtype or self.buffer.dtype
-        self.gradient = flat = self.buffer.new_zeros(numel, dtype=dtype)
-        for p, view in zip(self.reduced, _split(flat, self.reduced)):
-            if p.full.grad is not None:
-                view.copy_(p.full.grad)
-                p.full.grad = None
-        self.reduction = dist.reduce(flat, op=dist.ReduceOp.AVG, group=group, group_dst=self.owner, async_op=True)
-
-    def finish_reduce(self, keep: bool = True) -> None:
-        """Wait; on the owner add the averaged gradients to `.grad`, as autograd would, and let the flat gradient go."""
-        self.reduction.wait()
-        for p, view in zip(self.reduced, _split(self.gradient, self.reduced)):
-            if self.is_owner and keep:
-                p.sharded.grad = view.to(p.sharded.dtype) if p.sharded.grad is None else p.sharded.grad.add_(view)
-        self.gradient = self.reduction = None
 
 
 class Boundary:
@@ -213,13 +201,13 @@ class Boundary:
     def _build_buffers(self) -> None:
         """At the first unshard: a meta parameter has been materialised, `.to()` has been called."""
         groups: dict[tuple, list[DedicatedParam]] = {}
-        for p in self.params:
+        for p in sorted(self.params, key=lambda p: p.slot[1]):
             if p.sharded.is_meta:
                 raise RuntimeError(f"dedicated parameter '{p.fqn}' is on the meta device; materialise it first")
-            groups.setdefault((p.owner, self.model.mp_policy.param_dtype or p.sharded.dtype), []).append(p)
+            groups.setdefault((p.slot[0], p.sharded.dtype), []).append(p)
         this = weakref.ref(self)  # autograd keeps hooks where the garbage collector does not see the cycle
         hook = lambda _: this().model.current_backward().on_gradient(this())
-        self.buffers = [PackedBuffer(params, dtype, hook) for (_, dtype), params in groups.items()]
+        self.buffers = [PackedBuffer(params, self.model, hook) for params in groups.values()]
 
     def start_unshard(self) -> None:
         """1 fill (5 refill): issue the broadcasts, unless the matrices are here or on their way."""
@@ -227,7 +215,7 @@ class Boundary:
             if not self.buffers:
                 self._build_buffers()
             for buffer in self.buffers:
-                buffer.fill(self.model.broadcast_group)
+                buffer.fill()
             self.state = BufferState.IN_FLIGHT
 
     def finish_unshard(self) -> None:
@@ -271,7 +259,7 @@ class Backward:
         self.missing = {boundary: boundary.trainable() for boundary in self.reduces}  # gradients yet to come
         self.seen: set[Boundary] = set()
         self.done: list[Boundary] = []  # all gradients are in, the buffers are still here
-        self.in_flight: list[PackedBuffer] = []  # whose reduces have been issued and not finished, in order
+        self.in_flight: list[TwoStageReduce] = []  # issued and not finished, in order
 
     def enter(self, boundary: Boundary) -> None:
         """Once a backward: unshard the boundary; every earlier broadcast is issued first, the next one right after."""
@@ -299,8 +287,9 @@ class Backward:
                 self.done.append(boundary)
             while self.reduce_cursor < len(self.reduces) and self.missing[self.reduces[self.reduce_cursor]] == 0:
                 self._issue_reduce()
-            while self.in_flight and self.in_flight[0].reduction.is_completed():  # makes room
-                self.in_flight.pop(0).finish_reduce()
+            all(reduction.advance() for reduction in self.in_flight)  # in order: not past one that has to wait
+            while self.in_flight and self.in_flight[0].is_completed():  # makes room
+                self.in_flight.pop(0).finish()
 
     def finish(self, keep: bool = True) -> None:
         """The end of the backward: issue what is left on both communicators, and only then wait.
@@ -311,8 +300,10 @@ class Backward:
         while self.reduce_cursor < len(self.reduces):
             self._issue_reduce()
         self.model.invalidate()
-        for buffer in self.in_flight:
-            buffer.finish_reduce(keep)
+        for reduction in self.in_flight:
+            reduction.start_stage_two()
+        for reduction in self.in_flight:
+            reduction.finish(keep)
         self.model.backward, self.model.spent = None, True
 
     def _issue_broadcasts(self, end: int) -> None:
@@ -322,11 +313,12 @@ class Backward:
             self.broadcast_cursor += 1
 
     def _issue_reduce(self) -> None:
-        """8 reduce: one collective a buffer."""
+        """8 reduce: one collective a buffer, without the frozen."""
         for buffer in self.reduces[self.reduce_cursor].buffers:
-            if any(p.full.requires_grad for p in buffer.params):
-                buffer.start_reduce(self.model.reduce_group, self.model.mp_policy.reduce_dtype)
-                self.in_flight.append(buffer)
+            trained = [p for p in buffer.params if p.full.requires_grad]
+            if trained:
+                dtype = self.model.mp_policy.reduce_dtype or buffer.buffer.dtype
+                self.in_flight.append(TwoStageReduce(trained, dtype, self.model.mesh))
         self.reduce_cursor += 1
 
 
@@ -336,17 +328,14 @@ class DedicatedModel:
     Args:
         model: the root module.
         boundaries: {module: its matrices}, for the modules whose hooks unshard and reduce.
-        group: the shard group; collectives run on two groups of their own with the same ranks.
+        mesh: this rank's place in the data-parallel mesh.
         reshard_after_forward: True for Z3, False for Z2.
         mp_policy: FSDP2's policy; `param_dtype` is broadcast and computed with, `reduce_dtype` is averaged in.
     """
 
-    def __init__(self, model: nn.Module, boundaries: dict[nn.Module, list[DedicatedParam]], group: dist.ProcessGroup,
+    def __init__(self, model: nn.Module, boundaries: dict[nn.Module, list[DedicatedParam]], mesh: SlotMesh,
                  reshard_after_forward: bool = True, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()):
-        self.reshard_after_forward, self.mp_policy = reshard_after_forward, mp_policy
-        ranks = dist.get_process_group_ranks(group)
-        self.broadcast_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="dmuon_broadcast")
-        self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="dmuon_reduce")
+        self.mesh, self.reshard_after_forward, self.mp_policy = mesh, reshard_after_forward, mp_policy
         self.params = {p.fqn: p for params in boundaries.values() for p in params}
         # The root's hooks tell when a forward begins and ends, and that a backward runs, even if it has no matrices
         self.boundaries = [Boundary(m, params, self) for m, params in {model: [], **boundaries}.items()]
@@ -394,10 +383,8 @@ class DedicatedModel:
 
     def _release(self, boundary: Boundary) -> None:
         """Z3 frees the buffers; Z2 keeps those that a backward will need."""
-        if self.reshard_after_forward or boundary not in self.entered or self.spent:
-            boundary.reshard()
-        else:
-            boundary.hide()
+        keep = not self.reshard_after_forward and boundary in self.entered and not self.spent
+        boundary.hide() if keep else boundary.reshard()
 
     def _begin_forward(self, boundary: Boundary) -> None:
         """The outermost boundary starts. What an exception left behind, in forward or backward, ends here."""
@@ -435,10 +422,16 @@ class DedicatedModel:
         for boundary in self.boundaries:
             boundary.reshard()
 
+    def start_replicate_broadcasts(self) -> None:
+        """After a step: the owners' new weights set out to their replicate peers, in the order of the next forward."""
+        self.finish_replicate_broadcasts()
+        for buffer in (buffer for boundary in self.boundaries for buffer in boundary.buffers):
+            buffer.arriving = replicate_broadcasts(buffer.params, self.mesh)
 
-def _split(flat: Tensor, params: list[DedicatedParam]) -> list[Tensor]:
-    """Views of a flat tensor, one in the shape of each matrix."""
-    return [view.view(p.shape) for p, view in zip(params, flat.split([p.numel for p in params]))]
+    def finish_replicate_broadcasts(self, *_: Any) -> None:
+        """Before weights are read or written in another way than by a forward."""
+        for buffer in (buffer for boundary in self.boundaries for buffer in boundary.buffers):
+            buffer.receive()
 
 
 def _grad_tensors(output: Any) -> Iterator[Tensor]:
@@ -455,9 +448,9 @@ def _grad_tensors(output: Any) -> Iterator[Tensor]:
 def _demonstrate(zero: int) -> None:
     """One layer of three through one step: what the last rank, which owns none of it, holds at each moment."""
     layers = [nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(3)]
-    model, is_owner, cpu = nn.Sequential(*layers), dist.get_rank() == 0, torch.device("cpu")
-    params = {x: [DedicatedParam(f"{i}.0.weight", [(x[0], "weight")], 0, is_owner, cpu)] for i, x in enumerate(layers)}
-    dedicated = DedicatedModel(model, params, dist.group.WORLD, reshard_after_forward=zero == 3)
+    model, mesh = nn.Sequential(*layers), SlotMesh(torch.device("cpu"), dist.group.WORLD)
+    params = {x: [DedicatedParam(f"{i}.0.weight", [(x[0], "weight")], (0, 0), mesh)] for i, x in enumerate(layers)}
+    dedicated = DedicatedModel(model, params, mesh, reshard_after_forward=zero == 3)
     model(torch.ones(1, 64)).sum().backward()  # records the order that prefetch goes by
     boundaries, held = dedicated.boundaries[1:], []
 

@@ -24,7 +24,8 @@ value by that odd polynomial and leaves U and V alone. A few steps bring the sin
 
 Cost in FLOPs, T = 5 steps, k restarts: direct 20 m^2 n + 10 m^3, Gram 4(1+k) m^2 n + (34-6k) m^3. Gram costs less when
 n > 1.5 m, for every k < 4; below that `gram_newton_schulz` runs the direct iterations. A restart is needed in 16 bits:
-rounding gives R eigenvalues of -eps where XX^T has 0, and each step multiplies them by a^2.
+rounding gives R eigenvalues of -eps where XX^T has 0, and each step multiplies them by a^2. Tensor parallelism, where
+every rank has a shard of G: `tensor_parallel_newton_schulz`.
 
 Nothing comes before this file and it imports nothing of the project; `partition.py` is next. As a demonstration:
 
@@ -34,10 +35,12 @@ Nothing comes before this file and it imports nothing of the project; `partition
        5  0.6818..1.1342    1e-06  0.9778..1.0317    1e-06  0.8543..1.1233    6e-06
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 Triples = Sequence[Sequence[float]]
 
@@ -108,6 +111,76 @@ def gram_newton_schulz(
     return _leave(gram_iterations(X, triples, restarts), G)
 
 
+# ------------------------------------------------------------------------------------------ tensor parallelism
+
+
+def sharded_dim(G: Tensor) -> int | None:
+    """-2 or -1, the dimension of G's matrices that tensor parallelism has cut; None if every rank has whole matrices.
+
+    None, too, for a tensor that is no DTensor, for stacked experts that are sharded by expert, for a mesh of one rank.
+    """
+    if not isinstance(G, DTensor) or G.device_mesh.size() == 1 or not G.placements[0].is_shard():
+        return None
+    dim = G.placements[0].dim - G.ndim
+    return dim if dim >= -2 else None
+
+
+def sums_grams(G: Tensor) -> bool:
+    """The rule: the Gram way where the sharded dimension s is the long one (s >= d), gather where s < d."""
+    dim = sharded_dim(G)
+    return dim is not None and G.shape[dim] >= G.shape[-3 - dim]
+
+
+def tensor_parallel_norms(Gs: Iterable[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """The Frobenius norm of each whole matrix, (..., 1, 1) float64, from its shards: one all-reduce for all of them."""
+    squares = [frobenius_norm(G.to_local()).square() for G in Gs]
+    flat = torch.cat([square.flatten() for square in squares])
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([square.numel() for square in squares])
+    return [total.sqrt().view_as(square) for total, square in zip(sums, squares)]
+
+
+def tensor_parallel_newton_schulz(
+    G: DTensor,  # (3072, 768) or (..., 3072, 768) on a 1-D mesh, with `sharded_dim(G)` not None
+    coefficients: Sequence[float] | Triples = POLAR_EXPRESS_COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-30,
+    dtype: torch.dtype | None = None,  # float64, or None with a float64 G: all in float64; else R and Q in float32
+    norm: Tensor | None = None,  # from `tensor_parallel_norms`, which makes those of many matrices at once
+    gather: bool | None = None,  # None: by `sums_grams`
+) -> DTensor:
+    """`gram_newton_schulz` of the whole matrix, of which every rank has a shard; placed as G, the same on any number.
+
+    All ranks of the mesh call it together. With s the sharded and d the other dimension, T ranks and f = (T - 1) / T:
+
+        s >= d      rank 0          rank 1                The Gram matrix over the long dimension is the sum of the
+                +---------+     +---------+               shards' own, so one all-reduce gives every rank the factor
+                | d X0 s/T|     | d X1 s/T|               Q that it applies to its shard. G is never gathered.
+                +---------+     +---------+
+                 X0 X0^T  +      X1 X1^T                   A rank sends 2 f d^2 elements for each segment between
+                      all-reduce: R, d x d                restarts, one in float32 and float64, and does
+                      Q of R on both                      34 d^3 + 4 d^2 s/T FLOPs (one segment, T = 5 steps).
+                   Q X0            Q X1
+        s < d   R would be the large d x d one. All ranks gather the small matrix, run NS on all of it and keep their
+                shard: f s d elements, 4 (1 + k) s^2 d + (34 - 6 k) s^3 FLOPs (less than 1.5 s: direct).
+
+    The Gram way needs no restart, because R, Q and QX are float32 at least: 16 bits lose a long matrix (0.1 of its
+    norm). A step's norms travel in one float64 all-reduce more. Raises what `newton_schulz` raises.
+    """
+    gather = not sums_grams(G) if gather is None else gather
+    mesh, placements = G.device_mesh, G.placements
+    if gather:
+        whole = gram_newton_schulz(G.full_tensor(), coefficients, steps, eps, dtype)
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)  # each rank cuts its own shard
+    norm = tensor_parallel_norms([G], mesh.get_group())[0] if norm is None else norm
+    shard, is_tall = G.to_local(), sharded_dim(G) == -2
+    wide = torch.float64 if (dtype or G.dtype) == torch.float64 else torch.float32
+    X, triples = _enter(shard, coefficients, steps, eps, wide, norm, is_tall)
+    X = gram_iterations(X, triples, default_restarts(X, steps), mesh.get_group())
+    return DTensor.from_local(_leave(X, shard, is_tall), mesh, placements, run_check=False, shape=G.shape,
+                              stride=G.stride())
+
+
 # ------------------------------------------------------------------------------------------ the two iterations
 
 
@@ -120,10 +193,14 @@ def direct_iterations(X: Tensor, triples: Triples) -> Tensor:
     return X
 
 
-def gram_iterations(X: Tensor, triples: Triples, restarts: Sequence[int]) -> Tensor:
-    """The same, with two products of X for each segment between restarts."""
+def gram_iterations(
+    X: Tensor, triples: Triples, restarts: Sequence[int], group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The same, with two products of X for each segment between restarts; with a group X is a shard (B, m, n / T)."""
     for start, end in zip((0, *restarts), (*restarts, len(triples))):
         R = torch.bmm(X, X.mT)  # (B, m, m)
+        if group is not None:
+            dist.all_reduce(R, group=group)
         X = torch.bmm(gram_factor(R, triples[start:end]), X)  # (B, m, n)
     return X
 
@@ -169,20 +246,27 @@ def normalize(G: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Tensor
     return (G.to(wide) / norm.clamp(min=eps).to(wide)).to(dtype)  # clamp, unlike max(), lets NaN pass
 
 
-def _enter(G: Tensor, coefficients, steps: int, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Triples]:
+def _enter(
+    G: Tensor, coefficients, steps: int, eps: float, dtype: torch.dtype | None,
+    norm: Tensor | None = None, is_tall: bool | None = None,  # of the whole matrix, where G is a shard
+) -> tuple[Tensor, Triples]:
     """Check the arguments; return X (B, m, n) with m <= n and norm 1, and the triple of each step."""
     triples = _checked_triples(coefficients, steps)
     dtype = _checked_dtype(G, eps, dtype)
-    X = normalize(G, frobenius_norm(G), eps, dtype)
+    X = normalize(G, frobenius_norm(G) if norm is None else norm, eps, dtype)
     X = X.reshape(G.shape[:-2].numel(), *G.shape[-2:])
-    return (X.mT if X.shape[-2] > X.shape[-1] else X), triples
+    return (X.mT if _is_tall(G, is_tall) else X), triples
 
 
-def _leave(X: Tensor, G: Tensor) -> Tensor:
+def _leave(X: Tensor, G: Tensor, is_tall: bool | None = None) -> Tensor:
     """Undo what `_enter` did to shape and dtype."""
-    if G.shape[-2] > G.shape[-1]:
+    if _is_tall(G, is_tall):
         X = X.mT
     return X.reshape(G.shape).to(G.dtype).contiguous()  # a transposed view would surprise view(-1) and collectives
+
+
+def _is_tall(G: Tensor, is_tall: bool | None) -> bool:
+    return G.shape[-2] > G.shape[-1] if is_tall is None else is_tall
 
 
 def _checked_triples(coefficients: Sequence[float] | Triples, steps: int) -> Triples:

@@ -7,7 +7,8 @@ them alone, so a step waits for the slot with the most NS work. Three rules, num
 2. Longest processing time (LPT) first: the units in order of NS FLOPs, not of elements: GPT-2's mlp.up costs twice its
    attn.q and has four times the elements.
 3. Each to the slots that hold fewest units of its layer (none, while there are such), and of these to the least
-   loaded: the broadcasts of one layer leave from different ranks.
+   loaded: the broadcasts of one layer leave from different ranks. With R replicas (HSDP, hsdp.py) slot s + G r is rank
+   s of row r; a shard column is R slots, and the rule goes by columns first, because a row broadcasts from columns.
 
 GPT-2 on 4 slots, one a column. A cell says in how many layers the slot owns the row's matrix, the bars its NS FLOPs:
 
@@ -55,14 +56,17 @@ def ns_flops(shape: Sequence[int], steps: int = 5) -> int:
 def assign_owners(
     shapes: Mapping[str, Sequence[int]],  # FQN -> shape, in model order: {"layers.0.attn.q.weight": (768, 768), ...}
     layers: Mapping[str, str],  # FQN -> name of its hook boundary: {"layers.0.attn.q.weight": "layers.0", ...}
-    num_slots: int,
+    num_slots: int,  # G R: ranks that can own a matrix
+    num_replicas: int = 1,  # R: slot s + G r is in shard column s
 ) -> dict[str, int]:
     """FQN -> owner slot, in model order; the same on every rank, because it depends on the arguments only.
 
-    Raises ValueError for num_slots below 1, or when shapes and layers name different matrices.
+    Raises ValueError for num_slots below 1 or no multiple of num_replicas, or when shapes and layers name different
+    matrices.
     """
-    if num_slots < 1:
-        raise ValueError(f"num_slots={num_slots}: expected at least 1, the number of ranks that can own a matrix")
+    if num_slots < 1 or num_replicas < 1 or num_slots % num_replicas:
+        raise ValueError(f"num_slots={num_slots}: expected at least 1, the number of ranks that can own a matrix, and "
+                         f"a multiple of num_replicas={num_replicas}")
     if shapes.keys() != layers.keys():
         names = sorted(shapes.keys() ^ layers.keys())
         raise ValueError(f"shapes and layers must name the same matrices; only one of them has {names[:5]}")
@@ -70,15 +74,19 @@ def assign_owners(
     units = _pack_units(shapes, layers)
     # 2. Longest processing time (LPT) first, by NS FLOPs; the sort is stable and keeps model order among equals.
     costs = [sum(ns_flops(shapes[name]) for name in unit) for unit in units]
-    # 3. Each to the slots that hold fewest units of its layer, and of these to the least loaded.
-    loads = [0] * num_slots
+    # 3. Each to the column and slot that hold fewest units of its layer, and of these to the least loaded.
+    num_shards = num_slots // num_replicas
+    loads, column_loads = [0] * num_slots, [0] * num_shards
     used = defaultdict(lambda: [0] * num_slots)
     owners = {}
     for cost, unit in sorted(zip(costs, units), key=lambda pair: -pair[0]):
         counts = used[layers[unit[0]]]
-        fewest = min(counts)
-        slot = min((s for s in range(num_slots) if counts[s] == fewest), key=loads.__getitem__)
+        columns = [sum(counts[s::num_shards]) for s in range(num_shards)]
+        fewest = min(columns)
+        allowed = [s for s in range(num_slots) if columns[s % num_shards] == fewest]
+        slot = min(allowed, key=lambda s: (counts[s], loads[s], column_loads[s % num_shards]))
         loads[slot] += cost
+        column_loads[slot % num_shards] += cost
         counts[slot] += 1
         owners.update(dict.fromkeys(unit, slot))
     return {name: owners[name] for name in shapes}
@@ -119,6 +127,7 @@ def ownership_map(
     owners: Mapping[str, int],
     num_slots: int,
     max_width: int = 110,  # characters in a line
+    num_replicas: int = 1,  # with more than one, a slot is named by its coordinate: shard,replicate
 ) -> str:
     """A row a matrix of one layer, a column a slot, a cell in how many layers it owns the matrix; below, the loads.
 
@@ -130,7 +139,10 @@ def ownership_map(
         rows[f"{kind} {'x'.join(map(str, shape))}"].append(name)
     loads = slot_loads(shapes, owners, num_slots)
     mean = sum(loads) / num_slots
-    lines = _columns(rows, layers, owners, loads, max_width) or [f"{row}: {len(rows[row])} matrices" for row in rows]
+    num_shards = num_slots // num_replicas
+    names = [f"{s % num_shards},{s // num_shards}" if num_replicas > 1 else str(s) for s in range(num_slots)]
+    lines = _columns(rows, layers, owners, loads, names, max_width)
+    lines = lines or [f"{row}: {len(rows[row])} matrices" for row in rows]
     used = f"{len(set(owners.values()))} of {num_slots} slots"
     balance = f"mean {mean:.2e} a slot, max/mean {max(loads) / (mean or 1):.3f}"
     lines.append(f"{len(owners)} matrices of {len(set(layers.values()))} layers on {used}; NS FLOPs: {balance}")
@@ -142,10 +154,11 @@ def _columns(
     layers: Mapping[str, str],
     owners: Mapping[str, int],
     loads: list[int],
+    slots: list[str],
     max_width: int,
 ) -> list[str]:
     """The lines of the table, or none where the columns would be too narrow."""
-    table = [["slot (*: in its first layer)", *map(str, range(len(loads)))]]
+    table = [["slot (*: in its first layer)", *slots]]
     for row, names in rows.items():
         counts = Counter(owners[name] for name in names)
         first = {owners[name] for name in names if layers[name] == layers[names[0]]}

@@ -38,11 +38,12 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -741,9 +742,34 @@ def reference(ranks: int, steps: int, make: Callable = Net) -> list[dict]:
     return record
 
 
-def shard(model: nn.Module, zero: int = 3, mesh=None, **options) -> nn.Module:
-    """Dedicate and fully_shard as a user would."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+LAYOUTS = {  # by name, the dimensions of the mesh; tp is the last one
+    "1": dict(shard=1), "2": dict(shard=2), "4": dict(shard=4), "2x2": dict(replicate=2, shard=2),
+    "4x1": dict(replicate=4, shard=1), "1x4": dict(replicate=1, shard=4), "tp2": dict(shard=1, tp=2),
+    "2 tp2": dict(shard=2, tp=2), "2x2 tp2": dict(replicate=2, shard=2, tp=2), "2 tp1": dict(shard=2, tp=1),
+}
+
+
+def meshes(layout: str | None) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh that fully_shard gets, and that of tensor parallelism; None is a plain 1-D mesh over all ranks."""
+    if layout is None:
+        return init_device_mesh("cpu", (dist.get_world_size(),)), None
+    dimensions = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    if "tp" not in dimensions:
+        return mesh, None
+    return mesh[tuple(name for name in dimensions if name != "tp")], mesh["tp"]
+
+
+def tp_size(layout: str | None) -> int:
+    return LAYOUTS[layout].get("tp", 1) if layout else 1
+
+
+def shard(model: nn.Module, zero: int = 3, layout: str | None = None, **options) -> nn.Module:
+    """Parallelise, dedicate and fully_shard as a user would. In a Block of three matrices the third stays whole."""
+    mesh, tp_mesh = meshes(layout)
+    if tp_mesh is not None:
+        for layer in model.layers:
+            parallelize_module(layer.maps, tp_mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     dmuon.dedicate_params(model, mesh, reshard_after_forward=zero == 3, **options)
     policy = options.get("mp_policy", MixedPrecisionPolicy())
     for layer in getattr(model, "layers", []):
@@ -760,11 +786,12 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # in Z2, FSDP2 keeps whole parameters after an eval
+    model.state_dict()  # lets replicate broadcasts arrive
     owned = dmuon.owned_params(model)
-    sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
-    grads = {n: whole(p.grad) for n, p in {**owned, **sharded}.items() if p.grad is not None}
-    momenta = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in owned.items()} if optimizer else {}
-    return dict(grads=grads, weights={n: whole(p) for n, p in {**owned, **sharded}.items()}, momenta=momenta)
+    held = {n: p for n, p in model.named_parameters() if p.numel()}
+    grads = {n: whole(p.grad) for n, p in held.items() if p.grad is not None}
+    momenta = {n: whole(optimizer.state[p]["momentum_buffer"]) for n, p in owned.items()} if optimizer else {}
+    return dict(grads=grads, weights={n: whole(p) for n, p in held.items()}, momenta=momenta)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> dict:
@@ -779,17 +806,24 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[
     return {**snapshot(model, optimizer), "grads": grads, "loss": mean.item() / dist.get_world_size()}
 
 
-def train(rank: int, zero: int, steps: int, make: Callable = Net) -> list[dict]:
+def train(rank: int, zero: int, steps: int, make: Callable = Net, layout: str | None = None, **options) -> list[dict]:
     """The law most tests run: train `steps` steps on this rank's data, record what `reference` records."""
-    model = shard(net(make=make), zero)
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    return [train_step(model, optimizer, step[rank]) for step in batches(dist.get_world_size(), steps)]
+    tp = tp_size(layout)
+    model = shard(net(make=make), zero, layout)
+    optimizer = dmuon.Muon(model, **OPTIONS, **options)
+    return [train_step(model, optimizer, step[rank // tp]) for step in batches(dist.get_world_size() // tp, steps)]
 
 
 def merged(results: list[list[dict]]) -> list[dict]:
-    """The ranks' views put together: every name once."""
-    return [{key: {n: v for view in views for n, v in view[key].items()} for key in ("grads", "weights", "momenta")}
-            | {"loss": views[0]["loss"]} for views in zip(*results)]
+    """The ranks' views put together: every name once; where two ranks have one, they have the same bits (C13)."""
+    steps = []
+    for views in zip(*results):
+        step = dict(loss=views[0]["loss"], grads={}, weights={}, momenta={})
+        for key, view in itertools.product(("grads", "weights", "momenta"), views):
+            for name, tensor in view[key].items():
+                assert torch.equal(step[key].setdefault(name, tensor), tensor), (key, name)
+        steps.append(step)
+    return steps
 
 
 def assert_same(got: list[dict], expected: list[dict], tolerance: float = 1e-10) -> None:
@@ -804,10 +838,17 @@ def assert_same(got: list[dict], expected: list[dict], tolerance: float = 1e-10)
                 assert close, (step, key, name, (a[key][name] - b[key][name]).abs().max().item())
 
 
-def exact(ranks: int, law: Callable, *args, steps: int, **options) -> None:
+def exact(ranks: int, law: Callable, *args, steps: int, data_ranks: int | None = None, **options) -> None:
     """Run the law on ranks and the reference in a child, and compare."""
-    expected = run(1, lambda rank: reference(ranks, steps, **options))[0]
+    expected = run(1, lambda rank: reference(data_ranks or ranks, steps, **options))[0]
     assert_same(merged(run(ranks, law, *args)), expected)
+
+
+def exact_layout(layout: str, zero: int, steps: int, make: Callable = Net, **options) -> None:
+    """Train in the layout and compare with one process."""
+    ranks = prod(LAYOUTS[layout].values())
+    law = partial(train, layout=layout, **options)
+    exact(ranks, law, zero, steps, make, steps=steps, data_ranks=ranks // tp_size(layout), make=make)
 
 
 @pytest.fixture
@@ -820,10 +861,10 @@ def spread(monkeypatch):
 
 
 @pytest.mark.parametrize("zero", [3, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_layout_trains_like_one_process(ranks, zero, spread):
-    """Ten float64 steps: losses, averaged gradients, momenta and weights equal one process to 1e-10 (C1)."""
-    exact(ranks, train, zero, 10, steps=10)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_like_one_process(layout, zero, spread):
+    """Ten float64 steps: losses, averaged gradients, momenta and weights equal one process to 1e-10 (C1, C13)."""
+    exact_layout(layout, zero, 10)
 
 
 def test_ranks_that_start_from_different_seeds_have_equal_weights():
@@ -1150,8 +1191,8 @@ def test_every_collective_is_waited_for_before_its_result_is_used(make, zero, sp
     """Broadcasts and reduces that leave NaN until the last moment: the numbers of one process (C12)."""
     for name in ("broadcast", "reduce"):
         def late(tensor, *args, _collective=getattr(dist, name), **options):
-            asynchronous = options.get("async_op")
-            return (partial(Late, _collective) if asynchronous else _collective)(tensor, *args, **options)
+            delay = options.get("async_op") and tensor.is_floating_point()
+            return (partial(Late, _collective) if delay else _collective)(tensor, *args, **options)
 
         monkeypatch.setattr(dist, name, late)
     exact(2, train, zero, 3, make, steps=3, make=make)
@@ -1523,7 +1564,8 @@ def test_a_model_that_is_dropped_is_freed(spread):
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of all packed buffers, broadcasts and reduces in flight that have storage now."""
     buffers = [buffer for boundary in model._dmuon.boundaries for buffer in boundary.buffers]
-    tensors = [t for b in buffers for t in (b.buffer, b.landing, b.gradient) if t is not None]
+    tensors = [t for b in buffers for t in (b.buffer, b.landing) if t is not None]
+    tensors += [reduce.flat for reduce in (model._dmuon.backward.in_flight if model._dmuon.backward else [])]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -1887,7 +1929,7 @@ REFUSED_CALLS = {
     "twice, inside": (lambda: nn.Sequential(dedicated_once()), {}, "already called on '0'"),
     "sharded before": (lambda: sharded_before(lambda m: m), {}, "fully_shard was already applied to 'the model'"),
     "a layer before": (lambda: sharded_before(lambda m: m.layers[0]), {}, "already applied to 'layers.0'"),
-    "2-D mesh": (net, {"mesh": (1, 2)}, r"mesh has shape \(1, 2\); expected one dimension"),
+    "3-D mesh": (net, {"mesh": (1, 1, 2)}, r"mesh has shape \(1, 1, 2\); expected the mesh that fully_shard gets"),
     "complex": (lambda: net().to(torch.complex64), {"predicate": lambda fqn, p: is_matrix(fqn)}, "complex64"),
     "predicate raises": (net, {"predicate": lambda fqn, p: {}[fqn]}, "embed.weight"),
 }
@@ -1936,7 +1978,7 @@ DISAGREEMENTS = {
               r"has \[head.weight.*rank 1 has \[layers.1.norm.weight"),
     "dtype": (lambda rank: net(dtype=torch.float64 if rank else torch.float32), None, "float32.*float64"),
     "owners": (lambda rank: net(), lambda rank: lambda fqn, p: is_matrix(fqn) and (rank == 0 or "layers.0" not in fqn),
-               r"\[layers.0.maps.0.weight .* owner \d\].*owner None"),
+               r"\[layers.0.maps.0.weight .* owner \(\d, 0\)\].*owner None"),
     "an error": (lambda rank: net(), lambda rank: lambda fqn, p: is_matrix(fqn) if rank else 1 // 0, "by zero"),
 }
 

@@ -4,6 +4,7 @@
     python train_gpt.py                                            # one process, no launcher
     torchrun --nproc_per_node=8 train_gpt.py --optimizer=adamw     # the base line: FSDP2 and AdamW only
     torchrun --nproc_per_node=8 train_gpt.py --data=book.txt       # your own text, a folder, or GPT-2 tokens in .bin
+    torchrun --nproc_per_node=8 train_gpt.py --replicate=2 --tp=2  # HSDP, tensor parallelism: a 2x2x2 mesh
 
 Before this file: dmuon.py, which it uses as your own trainer would (see `shard`). After it: test_dmuon.py.
 
@@ -11,8 +12,8 @@ The default data are the names of the Unicode characters, one a line, which Pyth
 legible sample in three minutes on two cores. It is small, so a large model overfits.
 
 The same seed gives the same weights and the same batches on any number of ranks: every rank builds the whole model
-from the seed, draws the whole step's batch from (seed, step), and keeps its slice. In float64, 1, 2, 4 and 8 ranks log
-the same losses to ten digits. (3 ranks cannot share the default batch equally and get one of 1,152 tokens.)
+from the seed, draws the whole step's batch from (seed, step), and keeps its slice. In float64, 1, 2, 4 and 8 ranks on
+any mesh log the same losses to ten digits. (3 ranks cannot share the default batch equally: theirs has 1,152 tokens.)
 """
 
 import argparse
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tqdm import tqdm
 
 import dmuon
@@ -121,7 +122,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
           warmup_frac=(0.0, share, "fraction of the steps that rise from 0"),
           decay_frac=(0.4, share, "fraction of the steps that fall at the end"),
           final_lr_frac=(0.0, share, "where the fall ends, as a fraction of the rate"))
-    group("parallel, e.g. --zero=2",
+    group("parallel, e.g. --replicate=2 --tp=2: ranks form a mesh, replicate x shard x tp",
+          replicate=(1, number(int, 1), "HSDP: replicas of the group of ranks that shards the model"),
+          tp=(1, number(int, 1), "tensor parallelism: ranks that cut each matrix; divides n_head"),
+          replicate_async=(1, (1, 0), "1: new weights travel to replicas behind the next forward; 0: within the step"),
           zero=(3, (3, 2), "3: free full weights after the forward; 2: keep them for the backward"))
     group("run, e.g. --dtype=float64 --out=check",
           out=("out", str, "folder of log.jsonl"),
@@ -153,15 +157,25 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
     if args.n_embd % (2 * args.n_head):
         legal = [n for n in range(1, args.n_embd) if args.n_embd % (2 * n) == 0]
         raise UsageError(f"--n_head {args.n_head}: 2 x it must divide --n_embd {args.n_embd}; n_head may be {legal}")
-    unit = ranks * args.seq_len * (1 if args.device_batch_size == "auto" else args.device_batch_size)
+    for name, taken in (("replicate", 1), ("tp", args.replicate)):
+        legal = [n for n in range(1, ranks + 1) if ranks % (n * taken) == 0]
+        legal = [n for n in legal if name == "replicate" or args.n_head % n == 0]
+        if getattr(args, name) not in legal:
+            rule = f"replicate x shard x tp must be {ranks}"
+            rule += f", and --n_head {args.n_head} a multiple of tp" if name == "tp" else ""
+            raise UsageError(f"--{name} {getattr(args, name)} with {ranks} ranks: {rule}; {name} may be "
+                             f"{', '.join(map(str, legal))}")
+    args.data_ranks = ranks // args.tp  # that have data of their own
+    unit = args.data_ranks * args.seq_len * (1 if args.device_batch_size == "auto" else args.device_batch_size)
     _fill(args, total_batch_size=-(-(524288 if cuda else 1024) // unit) * unit)
     if args.total_batch_size % unit:
         low = args.total_batch_size // unit * unit
-        factors = f"{ranks} x {unit // ranks // args.seq_len} x {args.seq_len} = {unit}"
+        factors = f"{args.data_ranks} x {unit // args.data_ranks // args.seq_len} x {args.seq_len} = {unit}"
         nearest = ", ".join(str(n) for n in (low, low + unit) if n)
-        raise UsageError(f"--total_batch_size {args.total_batch_size}: must be a multiple of ranks x device_batch_size "
-                         f"x seq_len = {factors}; nearest: {nearest}")
-    sequences = args.total_batch_size // (ranks * args.seq_len)
+        ranks_with_data = "ranks / tp" if args.tp > 1 else "ranks"
+        raise UsageError(f"--total_batch_size {args.total_batch_size}: must be a multiple of {ranks_with_data} x "
+                         f"device_batch_size x seq_len = {factors}; nearest: {nearest}")
+    sequences = args.total_batch_size // (args.data_ranks * args.seq_len)
     _fill(args, device_batch_size=max(b for b in range(1, min(32, sequences) + 1) if sequences % b == 0))
     args.micro_steps = sequences // args.device_batch_size
     return args
@@ -314,13 +328,15 @@ def read_tokens(path: Path) -> tuple[Tensor, int]:
     return data.view(torch.uint16), 0
 
 
-def batches(corpus: Corpus, args: argparse.Namespace, step: int, rank: int,
-            ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches of a step: its slice of the windows that every rank draws alike from (seed, step)."""
+def batches(corpus: Corpus, args: argparse.Namespace, step: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A rank's micro-batches of a step: its slice of the windows that every rank draws alike from (seed, step).
+
+    The ranks of a tensor-parallel group are neighbours and get the same slice.
+    """
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    sequences = ranks * args.device_batch_size * args.micro_steps
+    sequences = args.data_ranks * args.device_batch_size * args.micro_steps
     starts = torch.randint(corpus.train.windows, (sequences,), generator=generator)
-    return corpus.train.batches(starts.view(args.micro_steps, ranks, -1), rank, args.device)
+    return corpus.train.batches(starts.view(args.micro_steps, args.data_ranks, -1), rank // args.tp, args.device)
 
 
 # ---------------------------------------------------------------------------------------------------- model
@@ -331,7 +347,7 @@ class Block(nn.Module):
 
     def __init__(self, n_embd: int, n_head: int):
         super().__init__()
-        self.n_head = n_head
+        self.head_width = n_embd // n_head
         self.attention_norm, self.mlp_norm = nn.RMSNorm(n_embd), nn.RMSNorm(n_embd)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             self.add_module(name, nn.Linear(n_embd, n_embd, bias=False))
@@ -343,12 +359,12 @@ class Block(nn.Module):
         return x + self.down_proj(F.relu(self.up_proj(self.mlp_norm(x))).square())
 
     def attention(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
+        B, T, _ = x.shape
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (projection(x).view(B, T, self.n_head, -1).transpose(1, 2) for projection in projections)
-        q, k = (rotate(F.rms_norm(heads, heads.shape[-1:])) for heads in (q, k))  # (B, n_head, T, D), D = C / n_head
+        q, k, v = (projection(x).view(B, T, -1, self.head_width).transpose(1, 2) for projection in projections)
+        q, k = (rotate(F.rms_norm(heads, heads.shape[-1:])) for heads in (q, k))  # (B, n_head / tp, T, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -400,7 +416,12 @@ def build(args: argparse.Namespace, vocab_size: int) -> GPT:
 
 
 def shard(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> None:
-    """What a trainer adds for DMuon is the first two lines; the rest is FSDP2 as ever."""
+    """What a trainer adds for DMuon is the call of `dedicate_params`; the rest is torch's, as ever."""
+    if args.tp > 1:
+        for layer in model.layers:
+            colwise = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "up_proj")}
+            parallelize_module(layer, mesh["tp"], colwise | {n: RowwiseParallel() for n in ("o_proj", "down_proj")})
+    mesh = mesh["replicate", "shard"] if args.replicate > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.dtype == "bfloat16" else MixedPrecisionPolicy()
     if args.optimizer == "muon":
         dmuon.dedicate_params(model, mesh, reshard_after_forward=args.zero == 3, mp_policy=policy)
@@ -412,7 +433,8 @@ def make_optimizer(model: GPT, args: argparse.Namespace) -> torch.optim.Optimize
     if args.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), args.adamw_lr, (0.9, 0.95), weight_decay=args.weight_decay)
     return dmuon.Muon(model, args.muon_lr, args.momentum, weight_decay=args.weight_decay, ns_backend=args.ns,
-                      adjust_lr_fn=args.adjust_lr_fn, adamw_lr=args.adamw_lr)
+                      adjust_lr_fn=args.adjust_lr_fn, adamw_lr=args.adamw_lr,
+                      replicate_async=bool(args.replicate_async))
 
 
 def multiplier(args: argparse.Namespace, step: int) -> float:
@@ -427,8 +449,16 @@ def clip(model: GPT, args: argparse.Namespace) -> float:
     limit = args.grad_clip or math.inf
     if args.optimizer == "muon":
         return dmuon.clip_grad_norm_(model, limit).item()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    gradients, squares = [p.grad for p in model.parameters()], torch.zeros((), dtype=torch.float64, device=args.device)
+    for gradient in gradients:  # with tensor parallelism on two meshes, of which torch's clip_grad_norm_ takes one
+        sizes = zip(gradient.placements, gradient.device_mesh.shape)
+        copies = dist.get_world_size() / math.prod(size for placement, size in sizes if not placement.is_replicate())
+        squares += torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64).square() / copies
+    dist.all_reduce(squares)
+    norm = squares.sqrt().item()
+    for gradient in gradients:
+        gradient.mul_(min(1.0, limit / (norm + 1e-6)))
+    return norm
 
 
 # ------------------------------------------------------------------------------------------- what a run prints
@@ -484,6 +514,7 @@ def describe(model: GPT, corpus: Corpus, args: argparse.Namespace) -> Iterator[s
     """The start-up block, before sharding: where it runs, what it trains, what a step is."""
     ranks = dist.get_world_size()
     yield f"run    {ranks} x {args.device} ({args.why}), {dist.get_backend()}, {args.dtype}, torch {torch.__version__}"
+    yield f"mesh   replicate {args.replicate} x shard {args.data_ranks // args.replicate} x tp {args.tp}"
     yield (f"data   {corpus.name}: {corpus.train.numel:,} tokens to train, {corpus.val.numel:,} held out, vocabulary "
            f"{corpus.vocab_size}, sha256 {corpus.sha256}")
     if args.data == "unicode" and corpus.sha256 != UNICODE_SHA256:
@@ -499,7 +530,7 @@ def describe(model: GPT, corpus: Corpus, args: argparse.Namespace) -> Iterator[s
         yield f"{family:6} {len(tensors)} tensors: {kinds}"
     flops = sum(ns_flops(shape) for _, shape in families["Muon"])
     share = flops / (args.flops_per_token * args.total_batch_size)
-    yield (f"step   {args.total_batch_size:,} tokens = {ranks} ranks x {args.device_batch_size} sequences x "
+    yield (f"step   {args.total_batch_size:,} tokens = {args.data_ranks} x {args.device_batch_size} sequences x "
            f"{args.seq_len} tokens x {args.micro_steps} micro-steps; {args.steps} steps in Z{args.zero}; Newton-Schulz "
            f"{flops:.1e} FLOPs, {share:.1%} of forward and backward")
 
@@ -524,14 +555,14 @@ def loss_curve(losses: list[float], rows: int = 12, columns: int = 60) -> str:
 @torch.no_grad()
 def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace) -> float:
     """Mean loss of the held-out windows, the same on 1, 2, 4 and 8 ranks; every rank runs equally many batches."""
-    rank, ranks, size = dist.get_rank(), dist.get_world_size(), args.device_batch_size
+    rank, ranks, size = dist.get_rank() // args.tp, args.data_ranks, args.device_batch_size
     count = -(-EVAL_WINDOWS // (ranks * size))
     starts = torch.linspace(0, corpus.val.windows - 1, count * ranks * size, dtype=torch.float64).long()
     total = torch.zeros((), dtype=torch.float64, device=args.device)
     for tokens, targets in corpus.val.batches(starts.view(count, ranks, size), rank, args.device):
         total += loss_of(model, tokens, targets)
     dist.all_reduce(total)
-    return total.item() / (count * ranks)
+    return total.item() / (count * dist.get_world_size())
 
 
 @torch.no_grad()
@@ -555,14 +586,16 @@ def sample(model: GPT, corpus: Corpus, args: argparse.Namespace, rows: int = 8, 
 
 
 def init_distributed(args: argparse.Namespace) -> DeviceMesh:
-    """The group of torchrun, or of one process without it; the 1-D mesh over all ranks."""
+    """The group of torchrun, or of one process without it; the mesh over all ranks, without what has size 1."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         backend = "nccl" if args.device == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, **alone)
-    return init_device_mesh(args.device, (dist.get_world_size(),))
+    sizes = {"replicate": args.replicate, "shard": args.data_ranks // args.replicate, "tp": args.tp}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(args.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace,
@@ -571,7 +604,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, arg
     start = time.perf_counter()
     total = torch.zeros((), dtype=torch.float64, device=args.device)
     optimizer.zero_grad()
-    for tokens, targets in batches(corpus, args, step, dist.get_rank(), dist.get_world_size()):
+    for tokens, targets in batches(corpus, args, step, dist.get_rank()):
         loss = loss_of(model, tokens, targets) / args.micro_steps
         loss.backward()
         total += loss.detach()
@@ -627,7 +660,7 @@ def main(argv: list[str] | None = None) -> None:
         log.print(dmuon.ownership_table(model))
     optimizer = make_optimizer(model, args)
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    log.write(options=vars(args), torch=torch.__version__, python=sys.version.split()[0], mesh=[ranks],
+    log.write(options=vars(args), torch=torch.__version__, python=sys.version.split()[0], mesh=mesh.shape,
               data_sha256=corpus.sha256, source_sha256=hashlib.sha256(sources).hexdigest()[:16])
     train(model, optimizer, corpus, args, log)
     if log.file:

@@ -21,6 +21,7 @@ the buffer has no storage. The life of one buffer, with the numbers of the comme
    between steps                      `sharded`: owned data         `sharded`: a placeholder (numel 0)
    in forward and backward            `full`: a view of the packed buffer, on every rank
    `sharded.grad` after a backward    the average over the ranks    None
+   (on a 2-D mesh the owner's replicate peers hold owned data as well: hsdp.py)
 
    Z3  collective   b0 | b1   | b2   |      | b2   | b1   | b0 r2 | r1   | r0      b1, r1: broadcast and
        compute         | fwd0 | fwd1 | fwd2 | head | bwd2 | bwd1  | bwd0 |         reduce of layer 1;
@@ -426,7 +427,7 @@ class DedicatedModel:
         """After a step: the owners' new weights set out to their replicate peers, in the order of the next forward."""
         self.finish_replicate_broadcasts()
         for buffer in (buffer for boundary in self.boundaries for buffer in boundary.buffers):
-            buffer.arriving = replicate_broadcasts(buffer.params, self.mesh)
+            buffer.arriving = replicate_broadcasts([p for p in buffer.params if p.sharded.requires_grad], self.mesh)
 
     def finish_replicate_broadcasts(self, *_: Any) -> None:
         """Before weights are read or written in another way than by a forward."""

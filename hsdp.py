@@ -188,7 +188,7 @@ class ReplicateBroadcast:
 
 def replicate_broadcasts(params: list, mesh: SlotMesh) -> list[ReplicateBroadcast]:
     """Issue the broadcasts of one column's matrices, ordered by slot; none on other columns or without replicas."""
-    if mesh.num_replicas == 1 or params[0].slot[0] != mesh.slot[0]:
+    if mesh.num_replicas == 1 or not params or params[0].slot[0] != mesh.slot[0]:
         return []
     return [ReplicateBroadcast(list(group), mesh) for _, group in itertools.groupby(params, lambda p: p.slot)]
 

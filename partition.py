@@ -140,8 +140,9 @@ def ownership_map(
     loads = slot_loads(shapes, owners, num_slots)
     mean = sum(loads) / num_slots
     num_shards = num_slots // num_replicas
-    names = [f"{s % num_shards},{s // num_shards}" if num_replicas > 1 else str(s) for s in range(num_slots)]
-    lines = _columns(rows, layers, owners, loads, names, max_width)
+    slots = [f"{s % num_shards},{s // num_shards}" if num_replicas > 1 else str(s) for s in range(num_slots)]
+    head = [f"slot{': shard,replicate' * (num_replicas > 1)} (*: in its first layer)", *slots]
+    lines = _columns(rows, layers, owners, loads, head, max_width)
     lines = lines or [f"{row}: {len(rows[row])} matrices" for row in rows]
     used = f"{len(set(owners.values()))} of {num_slots} slots"
     balance = f"mean {mean:.2e} a slot, max/mean {max(loads) / (mean or 1):.3f}"
@@ -154,11 +155,11 @@ def _columns(
     layers: Mapping[str, str],
     owners: Mapping[str, int],
     loads: list[int],
-    slots: list[str],
+    head: list[str],
     max_width: int,
 ) -> list[str]:
     """The lines of the table, or none where the columns would be too narrow."""
-    table = [["slot (*: in its first layer)", *slots]]
+    table = [head]
     for row, names in rows.items():
         counts = Counter(owners[name] for name in names)
         first = {owners[name] for name in names if layers[name] == layers[names[0]]}

@@ -1572,30 +1572,33 @@ def test_unshard_shows_the_owners_matrix_on_every_rank():
     assert run(4, law) == [True] * 4
 
 
-def test_freezing_and_unfreezing_a_dedicated_matrix(spread):
+@pytest.mark.parametrize("layout", ["2", "2x2"])
+def test_freezing_and_unfreezing_a_dedicated_matrix(layout, spread, traffic):
     """Frozen, a matrix is broadcast but neither reduced, decayed nor stepped; unfrozen, it trains again."""
+    ranks = prod(LAYOUTS[layout].values())
 
     def law(rank):
-        model = shard(net())
+        model = shard(net(), layout=layout)
         optimizer = dmuon.Muon(model, **OPTIONS)
         record = []
-        for i, step in enumerate(batches(2, 3)):
+        for i, step in enumerate(batches(ranks, 3)):
             model.layers[0].maps[1].weight.requires_grad_(i != 1)
             optimizer.zero_grad()
             loss_of(model, step[rank]).backward()
             grad = snapshot(model)["grads"].get("layers.0.maps.1.weight")
+            traffic.clear()
             optimizer.step()
             record.append((None if grad is None else grad.norm().item(),
-                           snapshot(model)["weights"].get("layers.0.maps.1.weight")))
+                           snapshot(model)["weights"].get("layers.0.maps.1.weight"), sum(n for _, n, _ in traffic)))
         return record
 
     def one(rank):
         model = net()
         optimizer = PlainMuon(model, **OPTIONS)
-        for i, step in enumerate(batches(2, 3)):
+        for i, step in enumerate(batches(ranks, 3)):
             frozen = model.layers[0].maps[1].weight.detach().clone()
             model.zero_grad()
-            sum(loss_of(model, batch) for batch in step).div(2).backward()
+            sum(loss_of(model, batch) for batch in step).div(ranks).backward()
             kept = optimizer.momenta["layers.0.maps.1.weight"].clone()
             optimizer.step()
             if i == 1:
@@ -1603,9 +1606,14 @@ def test_freezing_and_unfreezing_a_dedicated_matrix(spread):
                 optimizer.momenta["layers.0.maps.1.weight"].copy_(kept)
         return model.layers[0].maps[1].weight.detach()
 
-    owner = next(r for r in run(2, law) if r[0][1] is not None)
+    results = run(ranks, law)
+    [owner] = [r for r in results if r[0][0] is not None]
     assert owner[1][0] is None and torch.equal(owner[1][1], owner[0][1])
     assert torch.allclose(owner[2][1], run(1, one)[0], rtol=1e-10)
+    holders = [r for r in results if r[0][1] is not None]
+    replicas = LAYOUTS[layout].get("replicate", 1)
+    assert all(r[0][2] - r[1][2] == 20 * 12 * (replicas > 1) and r[0][2] == r[2][2] for r in holders)
+    assert len(holders) == replicas and all(torch.equal(r[i][1], owner[i][1]) for r in holders for i in range(3))
 
 
 def test_what_the_user_assigns_is_adopted(spread):

@@ -235,8 +235,14 @@ def _check_call(**given: object) -> None:
             f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard gets, (shard,) "
             f"or (replicate, shard), without tensor parallelism's; with replicate_mesh the 1-D shard mesh"
         )
-    if replicate_mesh is not None and (not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1):
-        raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
+    if replicate_mesh is not None:
+        if not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1:
+            raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
+        common = {*mesh.mesh.tolist()} & {*replicate_mesh.mesh.tolist()}
+        if common != {dist.get_rank()}:
+            raise ValueError(
+                f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this rank only"
+            )
     for name, module in model.named_modules():
         if hasattr(module, "_dmuon"):
             raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
@@ -292,20 +298,21 @@ def dedicate_params(
     """
     _check_call(model=model, mesh=mesh, replicate_mesh=replicate_mesh, reshard_after_forward=reshard_after_forward,
                 mp_policy=mp_policy)
-    groups, device = [mesh.get_group(mesh.ndim - 1)], _device(mesh)
+    groups, device = {"shard": mesh.get_group(mesh.ndim - 1)}, _device(mesh)
     if mesh.ndim == 2 or replicate_mesh is not None:
-        groups.append((replicate_mesh or mesh).get_group(0))
+        groups["replicate"] = (replicate_mesh or mesh).get_group(0)
     failure, matrices, slots, tp_mesh = None, [], {}, None
     try:
         tp_mesh = _tensor_parallel_mesh(model, mesh, replicate_mesh)
         matrices = _choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
-        slots = _assign_slots(matrices, *(group.size() for group in groups))
+        slots = _assign_slots(matrices, *(group.size() for group in groups.values()))
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
         failure = error
-    agree(_describe(model, slots), groups, device, failure)
+    tp_group = {} if tp_mesh is None else {"tp": tp_mesh.get_group()}
+    agree(_describe(model, slots), {**groups, **tp_group}, device, failure)
     chosen = {matrix.parameter for matrix in matrices}
-    synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], groups, device)
-    slot_mesh, boundaries = SlotMesh(device, *groups, tp_mesh=tp_mesh), {}
+    synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], [*groups.values()], device)
+    slot_mesh, boundaries = SlotMesh(device, *groups.values(), tp_mesh=tp_mesh), {}
     for matrix in matrices:
         param = DedicatedParam(matrix.fqn, matrix.holders, slots[matrix.fqn], slot_mesh)
         boundaries.setdefault(matrix.boundary, []).append(param)

@@ -204,21 +204,21 @@ def replicate(params: Iterable, mesh: SlotMesh) -> None:
 # ------------------------------------------------------------------------------------------ what all ranks agree on
 
 
-def agree(text: str, groups: list[dist.ProcessGroup], device: torch.device, failure: Exception | None) -> None:
+def agree(text: str, groups: dict[str, dist.ProcessGroup], device: torch.device, failure: Exception | None) -> None:
     """Raise on every rank unless all ranks of the mesh hold the same text and none has failed.
 
     Args:
         text: what must be equal, line by line.
-        groups: the shard group and, if there is one, the replicate group. A small collective in each.
+        groups: by the name of the mesh's dimension; a small collective in each.
         device: where collectives take their tensors.
         failure: what this rank raises; its peers are told.
 
     Raises:
         ValueError: names the ranks and the first line that differs.
     """
-    for dimension, group in zip(("shard", "replicate"), groups):
+    for dimension, group in groups.items():
         found = _disagreement(f"failed with {failure}" if failure else text, group, dimension, device)
-        failure = failure or found  # raised at the end only: the other dimension must hear of it
+        failure = failure or found  # raised at the end only: the other dimensions must hear of it
     if failure:
         raise failure
 

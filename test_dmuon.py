@@ -1988,18 +1988,32 @@ def test_an_hsdp_model_that_is_dropped_is_freed(spread):
     assert run(4, law) == [True] * 4
 
 
-@pytest.mark.parametrize("wrong", range(4))
-def test_one_rank_of_the_mesh_that_disagrees_or_fails_stops_all(wrong):
+@pytest.mark.parametrize("layout", ["2x2", "2 tp2"])
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_one_rank_of_the_mesh_that_disagrees_or_fails_stops_all(wrong, layout):
     """Another model, or an error, on one rank: its row, its column and the others raise; none waits."""
 
     def law(rank):
-        mesh, _ = meshes("2x2")
-        make = (lambda: Net(widths=((8, 13),))) if rank == wrong else (lambda: Net(widths=((8, 12),)))
+        mesh, tp_mesh = meshes(layout)
+
+        def parallel(*widths):
+            model = net(make=lambda: Net(widths=(widths,)))
+            if tp_mesh is not None:
+                parallelize_module(model.layers[0].maps, tp_mesh, {"0": ColwiseParallel()})
+            return model
+
+        other = parallel(8, 12)
+        if rank == wrong:
+            other.register_buffer("mask", torch.ones(3))
         with pytest.raises(ValueError, match="ranks disagree about the model. Rank 0 of the"):
-            dmuon.dedicate_params(net(make=make), mesh)
+            dmuon.dedicate_params(other, mesh)
         with pytest.raises((ValueError, ZeroDivisionError), match="by zero"):
-            dmuon.dedicate_params(net(), mesh, lambda fqn, p: 1 // 0 if rank == wrong else is_matrix(fqn))
-        dmuon.dedicate_params(net(), mesh)
+            dmuon.dedicate_params(parallel(8, 12), mesh, lambda fqn, p: 1 // 0 if rank == wrong else is_matrix(fqn))
+        dmuon.dedicate_params(parallel(8, 12), mesh)
+        if layout == "2x2":
+            for unfit, message in ((mesh, "expected a 1-D DeviceMesh"), (mesh["shard"], "share ranks .* this rank only")):
+                with pytest.raises(ValueError, match=message):
+                    dmuon.dedicate_params(net(), mesh["shard"], replicate_mesh=unfit)
         return True
 
     assert run(4, law) == [True] * 4

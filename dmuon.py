@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hooks import DedicatedModel, DedicatedParam
-from hsdp import Slot, SlotMesh, agree, local, replicate, start_broadcast, synchronise, wait
+from hsdp import Slot, SlotMesh, agree, local, replicate, start_broadcast, synchronise, tensor_parallel_mesh, wait
 from newton_schulz import (
     KELLER_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
@@ -81,6 +81,9 @@ def _patch_fsdp() -> None:
 
     @functools.wraps(original)
     def get_managed_states(modules, ignored_params=None):
+        for dedicated in {module._dmuon for module in modules if hasattr(module, "_dmuon")}:
+            for p in dedicated.params.values():
+                p.adopt()  # since `dedicate_params` a conversion may have replaced a parameter, or its mark
         params = (p for module in modules for p in module.parameters(recurse=False))
         dedicated = {p for p in params if hasattr(p, "_dedicated_owner_rank")}
         return original(modules, dedicated | (ignored_params or set()))
@@ -154,7 +157,9 @@ def _is_default_matrix(name: str, parameter: nn.Parameter, module: nn.Module) ->
 def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
     """Refuse what the user's predicate chose and Newton-Schulz cannot take."""
     shape = tuple(parameter.shape)
-    if parameter.ndim < 2:
+    if any(type(placement) not in (Shard, Replicate) for placement in getattr(parameter, "placements", ())):
+        problem = f"has placements {parameter.placements}; tensor parallelism may use Shard and Replicate only"
+    elif parameter.ndim < 2:
         problem = f"has shape {shape}: a {'scalar' if parameter.ndim == 0 else 'vector'} has no singular vectors; " \
                   f"make the predicate leave it to AdamW"
     elif parameter.ndim > 3 or isinstance(module, CONVOLUTIONS):
@@ -229,7 +234,7 @@ def _check_call(**given: object) -> None:
     for name, kind in kinds.items():
         if not isinstance(given[name], kind):
             raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
-    model, mesh, replicate_mesh = given["model"], given["mesh"], given["replicate_mesh"]
+    mesh, replicate_mesh = given["mesh"], given["replicate_mesh"]
     if mesh.ndim > (2 if replicate_mesh is None else 1):
         raise ValueError(
             f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard gets, (shard,) "
@@ -243,6 +248,10 @@ def _check_call(**given: object) -> None:
             raise ValueError(
                 f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this rank only"
             )
+
+
+def _check_untouched(model: nn.Module) -> None:
+    """Neither call has been made on a part of the model before."""
     for name, module in model.named_modules():
         if hasattr(module, "_dmuon"):
             raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
@@ -270,7 +279,7 @@ def dedicate_params(
     elsewhere, and `fully_shard` leaves it alone. Weights are equal on all ranks: a matrix is its owner's, everything
     else (parameters that stay with FSDP2, buffers) is that of the mesh's first rank. Meta tensors are left alone. A
     parameter that `parallelize_module` has made a DTensor keeps its placement: the ranks of the tensor-parallel mesh
-    own its shards together.
+    own its shards together; what is no DTensor must start equal on them, whose data-parallel meshes are not the same.
 
     Args:
         model: the root module, on any device; dedicated matrices move to the mesh's device.
@@ -303,7 +312,9 @@ def dedicate_params(
         groups["replicate"] = (replicate_mesh or mesh).get_group(0)
     failure, matrices, slots, tp_mesh = None, [], {}, None
     try:
-        tp_mesh = _tensor_parallel_mesh(model, mesh, replicate_mesh)
+        _check_untouched(model)
+        named = ((_clean(fqn), parameter) for fqn, parameter in model.named_parameters())
+        tp_mesh = tensor_parallel_mesh(named, mesh, replicate_mesh)
         matrices = _choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
         slots = _assign_slots(matrices, *(group.size() for group in groups.values()))
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
@@ -331,27 +342,6 @@ def _assign_slots(matrices: list[_Matrix], num_shards: int, num_replicas: int = 
     layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
     numbers = assign_owners(shapes, layers, num_shards * num_replicas, num_replicas)
     return {fqn: (number % num_shards, number // num_shards) for fqn, number in numbers.items()}
-
-
-def _tensor_parallel_mesh(model: nn.Module, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh of the model's DTensors: before `fully_shard` they are those of tensor parallelism."""
-    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
-    found = None
-    for fqn, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
-            continue
-        names = parameter.device_mesh.mesh_dim_names
-        if not names or not data_names:
-            problem = "and not every mesh has names; give mesh_dim_names to init_device_mesh, and slices of that mesh"
-        elif data_names & {*names}:
-            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
-        elif len(names) > 1 or found is not None:
-            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
-        else:
-            found = parameter.device_mesh
-            continue
-        raise ValueError(f"dedicate_params: parameter '{_clean(fqn)}' is a DTensor over dimensions {names}, {problem}")
-    return found
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -399,7 +389,10 @@ def owners(model: nn.Module) -> dict[str, Slot]:
 
 
 def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{FQN: parameter} of the matrices that this rank owns; after a backward their `.grad` is the averaged gradient."""
+    """{FQN: parameter} of the matrices that this rank owns; after a backward their `.grad` is the averaged gradient.
+
+    To write to a weight enter `unshard`: on a 2-D mesh the owner's replicate peers have copies.
+    """
     owned = [p for p in _require_dedicated(model, "owned_params").params.values() if p.is_owner]
     for p in owned:
         p.adopt()
@@ -429,6 +422,7 @@ def unshard(module: nn.Module) -> Iterator[None]:
     members = set(module.modules())
     params = [p for p in dedicated.params.values() if any(m in members for m, _ in p.holders)] if dedicated else []
     if dedicated:
+        dedicated.settle()
         dedicated.finish_replicate_broadcasts()
     for p in params:
         p.adopt()
@@ -476,10 +470,12 @@ class Muon(torch.optim.Optimizer):
         weight_decay: of the matrices, decoupled.
         adjust_lr_fn: "match_rms_adamw" (0.2 sqrt(max(m, n)), Moonlight) or "original" (sqrt(max(1, m / n)), Jordan;
             None is the same, as in torch).
-        ns_backend: "gram" or "direct"; the same result, "gram" needs fewer FLOPs on long matrices.
+        ns_backend: "gram" or "direct"; the same result, "gram" needs fewer FLOPs on long matrices. A matrix that tensor
+            parallelism has cut takes neither: see `newton_schulz.tensor_parallel_newton_schulz`.
         ns_steps: iterations; with a list of triples as coefficients, its length.
         ns_coefficients: one triple (a, b, c) or one per iteration.
-        ns_dtype: dtype of the iteration; None: float64 for float64 weights, float32 on CPU, float16 on CUDA.
+        ns_dtype: dtype of the iteration; None: float64 for float64 weights, float32 on CPU, float16 on CUDA. Summed
+            Gram matrices are float32 at least.
         eps: smallest norm that a gradient is divided by.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: passed to `torch.optim.AdamW`.
         param_groups: groups in torch's form, {"params": [...], option: value}; a group with both families is split.
@@ -556,6 +552,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._dedicated.settle()
         muon_groups = [group for group in self.param_groups if group["family"] == "muon"]
         owned = [(p, g) for g in muon_groups for p in g["params"] if p.grad is not None and p.requires_grad]
         for p, group in owned:
@@ -618,9 +615,16 @@ def _check_sharded(others: list[nn.Parameter], dedicated: DedicatedModel) -> Non
     """Without FSDP2 nobody averages these gradients, and the ranks would drift apart without a word."""
     trained = [p for p in others if p.requires_grad]
     mesh = dedicated.mesh
-    sharded = [isinstance(p, DTensor) and p.device_mesh != mesh.tp_mesh for p in trained]
-    if mesh.num_shards * mesh.num_replicas > 1 and trained and not any(sharded):
+    ranks = mesh.num_shards * mesh.num_replicas
+    sharded = [p for p in trained if isinstance(p, DTensor) and p.device_mesh != mesh.tp_mesh]
+    if ranks > 1 and trained and not sharded:
         raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
+    tp_names = mesh.tp_mesh.mesh_dim_names if mesh.tp_mesh is not None else ()
+    for p in sharded:
+        sizes = zip(p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim, p.device_mesh.shape)
+        if math.prod(size for name, size in sizes if name not in tp_names) != ranks:
+            raise ValueError(f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over {p.device_mesh}, "
+                             f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
 
 
 # ----------------------------------------------------------------------------------------------- clipping
@@ -647,6 +651,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
         RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite.
     """
     dedicated = _require_dedicated(model, "clip_grad_norm_")
+    dedicated.settle()
     norm_type = float(norm_type)
     if norm_type == 0:
         raise ValueError("clip_grad_norm_: norm_type is 0; expected 2.0, 1.0, infinity or another order")

@@ -104,16 +104,17 @@ class DedicatedParam:
     def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], slot: Slot, mesh: SlotMesh):
         self.fqn, self.holders, self.slot, self.mesh = fqn, holders, slot, mesh
         self.in_column, self.is_owner = slot[0] == mesh.slot[0], slot == mesh.slot
-        module, name = holders[0]
-        held = module._parameters[name]
-        self.shape, self.local_shape, self.numel = held.shape, local(held).shape, local(held).numel()
-        self.wrap = lambda tensor: tensor  # makes the like of `sharded` or `full` from this rank's TP shard
-        if isinstance(held, DTensor):
-            self.wrap = partial(DTensor.from_local, device_mesh=held.device_mesh, placements=held.placements,
-                                run_check=False, shape=held.shape, stride=held.stride())
+        held = holders[0][0]._parameters[holders[0][1]]
+        self.shape, self.stride, self.placements = held.shape, held.stride(), getattr(held, "placements", None)
+        self.local_shape, self.numel = local(held).shape, local(held).numel()
         # `full` is made at the first unshard; `resting`, what modules hold else, is `sharded` but in `dmuon.unshard`
         self.full = self.resting = None
         self.adopt()
+
+    def wrap(self, shard: Tensor) -> Tensor:
+        """The like of `sharded` or `full` from what this rank has of it: with TP a DTensor, else the tensor itself."""
+        how = dict(run_check=False, shape=self.shape, stride=self.stride)
+        return DTensor.from_local(shard, self.mesh.tp_mesh, self.placements, **how) if self.placements else shard
 
     def hold(self, parameter: nn.Parameter) -> None:
         """Make this object the attribute of every holder, past a module's own `__setattr__`."""
@@ -122,23 +123,25 @@ class DedicatedParam:
 
     def adopt(self) -> None:
         """Take over what the module holds: at first, and when `to_empty` or an assignment replaced it."""
-        module, name = self.holders[0]
-        held = module._parameters[name]
-        if held is self.full or held is self.resting:
+        held = self.holders[0][0]._parameters[self.holders[0][1]]
+        if held is self.full:
             return
         problem = f"dedicated parameter '{self.fqn}' of shape {tuple(self.shape)} has become a {type(held).__name__}"
         if isinstance(held, DTensor) and held.device_mesh != self.mesh.tp_mesh:
             raise RuntimeError(f"{problem}: FSDP2 sharded it. Call dmuon.dedicate_params before fully_shard")
-        if not isinstance(held, nn.Parameter) or self.in_column and local(held).shape != self.local_shape:
-            raise RuntimeError(f"{problem} of shape {tuple(held.shape)}: assign an nn.Parameter of the old shape to it")
+        like = isinstance(held, nn.Parameter) and (held.shape, getattr(held, "placements", None))
+        if not like or like != (self.shape, self.placements) and (self.in_column or held.numel()):
+            raise RuntimeError(f"{problem} {like or ''}: assign an nn.Parameter of the old shape and placements")
+        held._dedicated_owner_rank = self.slot  # `.to()` and `to_empty` keep a DTensor's identity, but not its mark
+        if held is self.resting:
+            return
         device = held.device if held.is_meta else self.mesh.device
         if self.in_column:
             held.data = held.data.to(device)
         elif held.numel():
             placeholder = nn.Parameter(torch.empty(0, dtype=held.dtype, device=device), held.requires_grad)
-            placeholder.__dict__.update(held.__dict__)  # marks that the user's code may look for
+            placeholder.__dict__.update(held.__dict__)  # marks that the user's code may look for, and ours
             held = placeholder
-        held._dedicated_owner_rank = self.slot
         self.sharded = self.resting = held
         self.hold(held)
 
@@ -156,7 +159,6 @@ class PackedBuffer:
         self.params, self.mesh = params, model.mesh
         dtype = model.mp_policy.param_dtype or params[0].sharded.dtype
         self.landing: Tensor | None = None  # of a broadcast in flight
-        self.arriving: list = []  # replicate broadcasts of the last step, in flight to this rank's owned data
         with torch.inference_mode(False):  # a buffer born in inference mode could never be saved for a backward
             self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=self.mesh.device)
             for p, view in zip(params, split(self.buffer, params)):
@@ -164,14 +166,8 @@ class PackedBuffer:
                 p.full.register_post_accumulate_grad_hook(on_gradient)
         self.free()
 
-    def receive(self) -> None:
-        """Wait for the new weights, if they are on their way to this rank."""
-        while self.arriving:
-            self.arriving.pop(0).finish()
-
     def fill(self) -> None:
         """The row's rank of the column packs its data beside the buffer, the broadcast is issued."""
-        self.receive()
         self.landing = torch.empty_like(self.buffer)
         if self.params[0].in_column:
             torch._foreach_copy_(split(self.landing, self.params), [local(p.sharded) for p in self.params])
@@ -195,9 +191,9 @@ class Boundary:
     """A hook boundary: the module whose hooks unshard and reduce, and its packed buffers. The root may have none."""
 
     def __init__(self, module: nn.Module, params: list[DedicatedParam], model: DedicatedModel):
-        self.module, self.params, self.model = module, params, model
-        self.state = BufferState.SHARDED
+        self.module, self.params, self.model, self.state = module, params, model, BufferState.SHARDED
         self.buffers: list[PackedBuffer] = []
+        self.arriving: list = []  # replicate broadcasts in flight since the last step
 
     def _build_buffers(self) -> None:
         """At the first unshard: a meta parameter has been materialised, `.to()` has been called."""
@@ -210,9 +206,15 @@ class Boundary:
         hook = lambda _: this().model.current_backward().on_gradient(this())
         self.buffers = [PackedBuffer(params, self.model, hook) for params in groups.values()]
 
+    def receive(self) -> None:
+        """Wait for new weights, if they are on their way from their owners to this rank."""
+        while self.arriving:
+            self.arriving.pop(0).finish()
+
     def start_unshard(self) -> None:
         """1 fill (5 refill): issue the broadcasts, unless the matrices are here or on their way."""
         if self.state is BufferState.SHARDED:
+            self.receive()
             if not self.buffers:
                 self._build_buffers()
             for buffer in self.buffers:
@@ -389,17 +391,19 @@ class DedicatedModel:
 
     def _begin_forward(self, boundary: Boundary) -> None:
         """The outermost boundary starts. What an exception left behind, in forward or backward, ends here."""
-        if self.backward is not None:
-            self.backward.finish(keep=False)
+        self.settle()
         if self.spent and torch.is_grad_enabled():  # an eval leaves the orders to a second graph's backward
-            self.entered.clear()
-            self.completed.clear()
-            self.spent = False
+            self.entered, self.completed, self.spent = {}, {}, False
         for stale in self.boundaries:
             self._release(stale)
         for p in self.params.values():
             p.adopt()
         self.forward_root, self.expected, self.calls = boundary, self.calls, []
+
+    def settle(self) -> None:
+        """Before anything that all ranks do together: finish what a backward that raised has left in flight."""
+        if self.backward is not None and torch._C._current_graph_task_id() == -1:
+            self.backward.finish(keep=False)
 
     def current_backward(self) -> Backward:
         """The state of the engine's current pass; made, and its end scheduled, at the first call in a pass."""
@@ -426,13 +430,13 @@ class DedicatedModel:
     def start_replicate_broadcasts(self) -> None:
         """After a step: the owners' new weights set out to their replicate peers, in the order of the next forward."""
         self.finish_replicate_broadcasts()
-        for buffer in (buffer for boundary in self.boundaries for buffer in boundary.buffers):
-            buffer.arriving = replicate_broadcasts([p for p in buffer.params if p.sharded.requires_grad], self.mesh)
+        for boundary in self.boundaries:
+            boundary.arriving = replicate_broadcasts([p for p in boundary.params if p.sharded.requires_grad], self.mesh)
 
     def finish_replicate_broadcasts(self, *_: Any) -> None:
         """Before weights are read or written in another way than by a forward."""
-        for buffer in (buffer for boundary in self.boundaries for buffer in boundary.buffers):
-            buffer.receive()
+        for boundary in self.boundaries:
+            boundary.receive()
 
 
 def _grad_tensors(output: Any) -> Iterator[Tensor]:

@@ -82,16 +82,15 @@ class SlotMesh:
 
     def counts(self, p: nn.Parameter) -> bool:
         """Whether this rank is the first of all that hold the same part of p's gradient: a norm counts it once."""
+        mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
         coordinates = []
-        if isinstance(p.grad, DTensor):
-            where = zip(p.grad.placements, p.grad.device_mesh.get_coordinate())
+        if mesh is not None:
+            where = zip(p.grad.placements, mesh.get_coordinate())
             coordinates += [coordinate for placement, coordinate in where if placement.is_replicate()]
-        elif not hasattr(p, "_dedicated_owner_rank"):  # what ignored_params left to the user is on every rank
-            coordinates += self.slot
-        if self.tp_mesh is not None:
-            names = p.grad.device_mesh.mesh_dim_names if isinstance(p.grad, DTensor) else ()
-            if self.tp_mesh.mesh_dim_names[0] not in names:
-                coordinates.append(self.tp_mesh.get_local_rank())
+        if mesh in (None, self.tp_mesh) and not hasattr(p, "_dedicated_owner_rank"):
+            coordinates += self.slot  # what ignored_params left to the user is on every data-parallel rank
+        if self.tp_mesh is not None and (mesh is None or self.tp_mesh.mesh_dim_names[0] not in mesh.mesh_dim_names):
+            coordinates.append(self.tp_mesh.get_local_rank())
         return not any(coordinates)
 
 
@@ -161,11 +160,11 @@ class ReplicateBroadcast:
 
     def __init__(self, params: list, mesh: SlotMesh):
         self.params, self.is_owner = params, params[0].slot == mesh.slot
-        self.weights = [local(p.sharded) for p in params]
+        self.weights = [p.sharded for p in params]
         self.versions = [weight._version for weight in self.weights]
-        self.flat = self.weights[0].new_empty(sum(p.numel for p in params))
+        self.flat = local(self.weights[0]).new_empty(sum(p.numel for p in params))
         if self.is_owner:
-            torch._foreach_copy_(split(self.flat, params), self.weights)
+            torch._foreach_copy_(split(self.flat, params), [local(weight) for weight in self.weights])
         self.works = start_broadcast(self.flat, mesh.replicate_group, params[0].slot[1])
 
     def finish(self) -> None:
@@ -183,14 +182,16 @@ class ReplicateBroadcast:
                     f"dedicated parameter '{p.fqn}' was written to while its replicate broadcast was in flight; write "
                     f"inside dmuon.unshard(model), or pass replicate_async=False to dmuon.Muon"
                 )
-        torch._foreach_copy_(self.weights, split(self.flat, self.params))
+        torch._foreach_copy_([local(weight) for weight in self.weights], split(self.flat, self.params))
 
 
-def replicate_broadcasts(params: list, mesh: SlotMesh) -> list[ReplicateBroadcast]:
-    """Issue the broadcasts of one column's matrices, ordered by slot; none on other columns or without replicas."""
-    if mesh.num_replicas == 1 or not params or params[0].slot[0] != mesh.slot[0]:
-        return []
-    return [ReplicateBroadcast(list(group), mesh) for _, group in itertools.groupby(params, lambda p: p.slot)]
+def replicate_broadcasts(params: Iterable, mesh: SlotMesh) -> list[ReplicateBroadcast]:
+    """Issue the broadcasts of what this rank's column holds of the params, one a slot and dtype."""
+    buckets: dict[tuple, list] = {}
+    for p in params:
+        if p.slot[0] == mesh.slot[0] and mesh.num_replicas > 1:
+            buckets.setdefault((p.slot, p.sharded.dtype), []).append(p)
+    return [ReplicateBroadcast(bucket, mesh) for bucket in buckets.values()]
 
 
 @torch.no_grad()
@@ -217,7 +218,7 @@ def agree(text: str, groups: dict[str, dist.ProcessGroup], device: torch.device,
         ValueError: names the ranks and the first line that differs.
     """
     for dimension, group in groups.items():
-        found = _disagreement(f"failed with {failure}" if failure else text, group, dimension, device)
+        found = _disagreement(f"failed: {failure}" if failure else text, group, dimension, device)
         failure = failure or found  # raised at the end only: the other dimensions must hear of it
     if failure:
         raise failure
@@ -236,7 +237,9 @@ def _disagreement(text: str, group: dist.ProcessGroup, dimension: str, device: t
     gathered = [torch.empty_like(padded) for _ in hashes]
     dist.all_gather(gathered, padded, group=group)
     texts = [bytes(other.tolist()).rstrip(b"\0").decode().split("\n") for other in gathered]
-    for rank, theirs in enumerate(texts[1:], start=1):
+    for rank, theirs in enumerate(texts):
+        if theirs[0].startswith("failed: "):
+            return ValueError(f"dedicate_params: rank {rank} of the {dimension} group " + "\n".join(theirs))
         for i in range(max(len(theirs), len(texts[0]))):
             ours, other = ("".join(lines[i : i + 1]) or "nothing" for lines in (texts[0], theirs))
             if ours != other:
@@ -255,6 +258,36 @@ def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup], devi
             for group in reversed(groups):  # down the first column, then along every row
                 wait(start_broadcast(data.view(-1).view(torch.uint8), group, 0))
             local(tensor).copy_(data)
+
+
+def tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of a model's DTensors: before `fully_shard` they are those of tensor parallelism.
+
+    Args:
+        parameters: (FQN, parameter) pairs.
+        data_meshes: the data-parallel meshes; their dimensions are not tensor-parallel ones.
+
+    Raises:
+        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two dimensions, or is another
+            one than that of the parameters before it.
+    """
+    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
+    found = None
+    for fqn, parameter in parameters:
+        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
+            continue
+        names = parameter.device_mesh.mesh_dim_names
+        if not names or not data_names:
+            problem = "and not every mesh has names; give mesh_dim_names to init_device_mesh, and slices of that mesh"
+        elif data_names & {*names}:
+            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
+        elif len(names) > 1 or found is not None:
+            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
+        else:
+            found = parameter.device_mesh
+            continue
+        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over dimensions {names}, {problem}")
+    return found
 
 
 # ------------------------------------------------------------------------------------------ small pieces
@@ -289,8 +322,8 @@ def split(flat: Tensor, params: list) -> list[Tensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank stores of it, without a graph: with tensor parallelism a DTensor's local part."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():  # before detach, which inference mode refuses for a DTensor
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _own_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:

@@ -625,7 +625,7 @@ def test_replicas_spread_a_layer_over_the_shard_columns_first(num_shards, num_re
         column_loads = [sum(loads[s::num_shards]) for s in range(num_shards)]
         assert max(column_loads) * num_shards <= columns_bound * sum(loads)
         assert max(loads) * num_slots <= slots_bound * sum(loads)
-    picture = partition.ownership_map(shapes, layers, owners, num_slots, 200, num_replicas)
+    picture = partition.ownership_map(shapes, layers, owners, num_slots, 300, num_replicas)
     last = f"{num_shards - 1},{num_replicas - 1}" if num_replicas > 1 else str(num_shards - 1)
     assert picture.splitlines()[0].split()[-1] == last
 
@@ -2011,7 +2011,7 @@ def test_one_rank_of_the_mesh_that_disagrees_or_fails_stops_all(wrong, layout):
             dmuon.dedicate_params(parallel(8, 12), mesh, lambda fqn, p: 1 // 0 if rank == wrong else is_matrix(fqn))
         dmuon.dedicate_params(parallel(8, 12), mesh)
         if layout == "2x2":
-            for unfit, message in ((mesh, "expected a 1-D DeviceMesh"), (mesh["shard"], "share ranks .* this rank only")):
+            for unfit, message in ((mesh, "expected a 1-D DeviceMesh"), (mesh["shard"], "share ranks")):
                 with pytest.raises(ValueError, match=message):
                     dmuon.dedicate_params(net(), mesh["shard"], replicate_mesh=unfit)
         return True
@@ -2193,7 +2193,7 @@ def test_what_takes_a_cut_matrixs_place_must_be_cut_alike(spread):
         linear = model.layers[0].maps[0]
         if dmuon.owners(model)["layers.0.maps.0.weight"][0] == rank // 2:
             linear.weight = nn.Parameter(torch.ones(12, 8, dtype=torch.float64))
-            with pytest.raises(RuntimeError, match="'layers.0.maps.0.weight' of shape .* assign .* of the old shape"):
+            with pytest.raises(RuntimeError, match="'layers.0.maps.0.weight' of shape .* assign .* old shape and"):
                 dmuon.owned_params(model)
         linear.weight = nn.Parameter(distribute_tensor(torch.ones(12, 8), mesh, [Shard(0)]))
         with pytest.raises(RuntimeError, match="'layers.0.maps.0.weight' .* FSDP2 sharded it"):

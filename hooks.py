@@ -129,7 +129,7 @@ class DedicatedParam:
         problem = f"dedicated parameter '{self.fqn}' of shape {tuple(self.shape)} has become a {type(held).__name__}"
         if isinstance(held, DTensor) and held.device_mesh != self.mesh.tp_mesh:
             raise RuntimeError(f"{problem}: FSDP2 sharded it. Call dmuon.dedicate_params before fully_shard")
-        like = isinstance(held, nn.Parameter) and (held.shape, getattr(held, "placements", None))
+        like = isinstance(held, nn.Parameter) and (tuple(held.shape), getattr(held, "placements", None))
         if not like or like != (self.shape, self.placements) and (self.in_column or held.numel()):
             raise RuntimeError(f"{problem} {like or ''}: assign an nn.Parameter of the old shape and placements")
         held._dedicated_owner_rank = self.slot  # `.to()` and `to_empty` keep a DTensor's identity, but not its mark

@@ -6,6 +6,7 @@ global batch; the ranks are real processes on gloo, each with its own data. Noth
 
 import ast
 import collections
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -54,6 +55,7 @@ import hooks
 import newton_schulz as ns
 import partition
 import train_gpt
+from hsdp import local
 
 torch.set_num_threads(1)  # first of all: a child forked from a process with two threads hangs in its first matmul
 
@@ -876,7 +878,7 @@ LAYOUTS = {  # by name, the dimensions of the mesh; tp is the last one
     "1": dict(shard=1), "2": dict(shard=2), "4": dict(shard=4), "2x2": dict(replicate=2, shard=2),
     "4x1": dict(replicate=4, shard=1), "1x4": dict(replicate=1, shard=4), "tp2": dict(shard=1, tp=2),
     "2 tp1": dict(shard=2, tp=1), "2 tp2": dict(shard=2, tp=2), "tp4": dict(shard=1, tp=4),
-    "2x2 tp2": dict(replicate=2, shard=2, tp=2),
+    "2x1 tp2": dict(replicate=2, shard=1, tp=2), "2x2 tp2": dict(replicate=2, shard=2, tp=2),
 }
 
 
@@ -1367,8 +1369,9 @@ class Raising(SelectiveNet):
 
 @pytest.mark.parametrize("layout", ["2", "2x2"])
 @pytest.mark.parametrize("zero", [3, 2])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_an_exception_in_a_block_leaves_a_model_that_trains_on(place, zero, layout, spread):
+@pytest.mark.parametrize("place, then", [("forward", "eval"), ("backward", "eval"), ("backward", "clip"),
+                                         ("backward", "unshard"), ("backward", "step")])
+def test_an_exception_in_a_block_leaves_a_model_that_trains_on(place, then, zero, layout, spread):
     """After a step that raised, on every rank, training goes on as if the step had not been tried."""
 
     def law(rank):
@@ -1386,6 +1389,14 @@ def test_an_exception_in_a_block_leaves_a_model_that_trains_on(place, zero, layo
                     held = {n for n, p in model.named_parameters() if n in dmuon.owners(model) and p.numel()}
                     assert held == {n for n, slot in dmuon.owners(model).items() if slot[0] == rank % 2}
                 model.reset_iter_state()  # FSDP2's own way out
+                if then == "clip":
+                    dmuon.clip_grad_norm_(model, 1.0)
+                elif then == "unshard":
+                    with dmuon.unshard(model):
+                        pass
+                elif then == "step":
+                    optimizer.zero_grad()
+                    optimizer.step()
                 with torch.no_grad():
                     loss_of(model, step[rank])
             record.append(train_step(model, optimizer, step[rank]))
@@ -1939,27 +1950,39 @@ def test_a_step_sends_along_columns_what_the_formula_says(layout, spread, traffi
     assert sum(mine for mine, _ in results) == (replicas * results[0][1] if replicas > 1 else 0)
 
 
-def test_weights_written_to_before_they_have_arrived_are_refused(spread):
-    """A peer's edit that a broadcast in flight would overwrite raises; a load, and a replaced parameter, are safe."""
+@pytest.mark.parametrize("layout", ["2x2", "2x1 tp2"])
+def test_weights_written_to_before_they_have_arrived_are_refused(layout, spread):
+    """A peer's edit that a broadcast in flight would overwrite raises; loads, conversions, new parameters are safe."""
 
     def law(rank):
-        model = shard(net(), layout="2x2")
+        model = shard(net(), layout=layout)
         optimizer = dmuon.Muon(model, **OPTIONS)
-        step = batches(4, 1)[0][rank]
-        loss_of(model, step).backward()
+        tp = tp_size(layout)
+        loss_of(model, batches(4 // tp, 1)[0][rank // tp]).backward()
+        old = {n: whole(p) for n, p in model.state_dict().items()}
+        saved = {n: p.detach().clone() for n, p in model.state_dict().items()}
         optimizer.step()
-        model.load_state_dict(model.state_dict())  # waits
+        model.load_state_dict(saved)  # waits, and then loads
+        assert all(torch.equal(whole(p), old[n]) for n, p in model.state_dict().items())
         optimizer.step()
         optimizer.step()  # waits, too
         peers = {n: p for n, p in model.named_parameters() if p.numel() and n in dmuon.owners(model)
                  and n not in dmuon.owned_params(model)}
         name, peer = next(iter(peers.items()))
-        module, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        setattr(module, attribute, nn.Parameter(peer.detach().clone()))
+        module = model.get_submodule(name.rpartition(".")[0])
+        module.weight = nn.Parameter(peer.detach().clone())
         model.state_dict()
-        assert not torch.equal(module.weight, peer)  # the old object took what was in flight
+        assert not torch.equal(local(module.weight), local(peer))  # the old object took what was in flight
         with dmuon.unshard(model):
-            assert torch.equal(module.weight, peer)
+            assert torch.equal(local(module.weight), local(peer))
+        optimizer.step()
+        if layout == "2x2":  # a DTensor's conversion counts as a write
+            model.float()  # keeps the parameters, moves their data
+        held = {n: local(p).clone() for n, p in model.state_dict().items() if n in dmuon.owners(model)}
+        with dmuon.unshard(model):
+            assert all(torch.equal(local(p), held[n]) for n, p in model.named_parameters()
+                       if n in held and held[n].numel())
+        model.double()
         optimizer.step()
         with torch.no_grad():
             module.weight.mul_(2)
@@ -1969,6 +1992,47 @@ def test_weights_written_to_before_they_have_arrived_are_refused(spread):
         return True
 
     assert run(4, law) == [True] * 4
+
+
+def test_a_step_before_any_forward_reaches_the_replicas(spread):
+    """Gradients set by hand, one step, then a forward: the same output on every rank, as in one process."""
+
+    def law(rank):
+        model = shard(net(), layout="2x2")
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        for p in dmuon.owned_params(model).values():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        with torch.no_grad():
+            return model(torch.arange(6)[None])
+
+    def one(rank):
+        model = net()
+        optimizer = PlainMuon(model, **OPTIONS)
+        for p in optimizer.matrices.values():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return model(torch.arange(6)[None]).detach()
+
+    for output in run(4, law):
+        assert torch.allclose(output, run(1, one)[0], rtol=1e-10)
+
+
+def test_two_meshes_that_average_over_other_ranks_are_refused():
+    """HSDP for one family and one row for the other would let the rows drift apart: Muon says so, on every rank."""
+
+    def law(rank, whole_mesh_first):
+        mesh, _ = meshes("2x2")
+        given = (mesh, mesh["shard"]) if whole_mesh_first else (mesh["shard"], mesh)
+        model = net()
+        dmuon.dedicate_params(model, given[0])
+        fully_shard(model, mesh=given[1])
+        ranks = 4 if whole_mesh_first else 2
+        with pytest.raises(ValueError, match=f"dedicate_params its matrices over {ranks} ranks; give both the same"):
+            dmuon.Muon(model)
+        return True
+
+    assert run(4, law, True) == run(4, law, False) == [True] * 4
 
 
 def test_an_hsdp_model_that_is_dropped_is_freed(spread):
@@ -2164,6 +2228,8 @@ TP_REFUSALS = {  # names of the mesh's dimensions, the matrix from the mesh, the
                            r"'layers.0.maps.0.weight' .*the mesh has \['a', 'shard'\]; pass data-parallel dimensions"),
     "no names": (None, cut_over(), lambda mesh: None,
                  "not every mesh has names; give mesh_dim_names to init_device_mesh"),
+    "partial": (("shard", "a", "b"), lambda mesh: DTensor.from_local(torch.ones(12, 8), mesh["a"], [Partial()]),
+                lambda mesh: mesh["shard"], r"'layers.0.maps.0.weight' has placements \(Partial\(sum\),\); tensor par"),
 }
 
 
@@ -2184,23 +2250,93 @@ def test_tensor_parallelism_that_cannot_work_is_refused_by_name(case):
     assert run(2, law) == [True] * 2
 
 
-def test_what_takes_a_cut_matrixs_place_must_be_cut_alike(spread):
-    """A plain tensor, or FSDP2's, in a tensor-parallel matrix's place is refused by name in the next forward."""
+@pytest.mark.parametrize("kind", ["plain", "plain shard", "other cut", "whole", "FSDP2's"])
+def test_what_takes_a_cut_matrixs_place_must_be_cut_alike(kind, spread):
+    """A plain tensor, another cut, or FSDP2's in a tensor-parallel matrix's place: refused by name on every rank."""
 
     def law(rank):
         mesh, tp_mesh = meshes("2 tp2")
-        model = shard(net(), layout="2 tp2")
-        linear = model.layers[0].maps[0]
-        if dmuon.owners(model)["layers.0.maps.0.weight"][0] == rank // 2:
-            linear.weight = nn.Parameter(torch.ones(12, 8, dtype=torch.float64))
-            with pytest.raises(RuntimeError, match="'layers.0.maps.0.weight' of shape .* assign .* old shape and"):
-                dmuon.owned_params(model)
-        linear.weight = nn.Parameter(distribute_tensor(torch.ones(12, 8), mesh, [Shard(0)]))
-        with pytest.raises(RuntimeError, match="'layers.0.maps.0.weight' .* FSDP2 sharded it"):
+        model, weight = shard(net(), layout="2 tp2"), gaussian(12, 8, dtype=torch.float64)
+        model.layers[0].maps[0].weight = nn.Parameter({
+            "plain": lambda: weight, "plain shard": lambda: weight[:6], "FSDP2's": lambda: distribute_tensor(
+                weight, mesh, [Shard(0)]), "other cut": lambda: distribute_tensor(weight, tp_mesh, [Shard(1)]),
+            "whole": lambda: distribute_tensor(weight, tp_mesh, [Replicate()])}[kind]())
+        message = "FSDP2 sharded it" if kind == "FSDP2's" else "assign an nn.Parameter of the old shape and placements"
+        with pytest.raises(RuntimeError, match=f"'layers.0.maps.0.weight' of shape .* has become a .*{message}"):
             model(torch.zeros(2, 6, dtype=torch.int64))
         return True
 
     assert run(4, law) == [True] * 4
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2 tp2"])
+def test_a_model_from_the_meta_device_trains_like_one_process(layout, spread):
+    """meta, (parallelize_module,) dedicate_params, fully_shard, to_empty, weights written under unshard, Muon."""
+
+    def law(rank):
+        tp, weights = tp_size(layout), net().state_dict()
+        with torch.device("meta"):
+            model = Net().double()
+        shard(model, layout=layout)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for part in (*model.layers, model):
+                with dmuon.unshard(part):
+                    for name, p in model.named_parameters():
+                        new = weights[name]
+                        if isinstance(p, DTensor):
+                            p.copy_(distribute_tensor(new, p.device_mesh, p.placements, src_data_rank=None))
+                        elif p.numel():
+                            p.copy_(new)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        return [train_step(model, optimizer, step[rank // tp]) for step in batches(4 // tp, 2)]
+
+    exact(4, law, steps=2, data_ranks=4 // tp_size(layout))
+
+
+@pytest.mark.parametrize("layout", ["2", "2 tp2"])
+def test_a_conversion_does_not_take_a_matrix_from_its_owner(layout):
+    """After `.float()`, before or after fully_shard, FSDP2 has no dedicated matrix and Muon has them all."""
+
+    def law(rank):
+        mesh, tp_mesh = meshes(layout)
+        models = [net(), net()]
+        for model in models:
+            if tp_mesh is not None:
+                parallelize_module(model.layers[0].maps, tp_mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            dmuon.dedicate_params(model, mesh)
+        models[0].float()
+        for model in models:
+            fully_shard(model, mesh=mesh)
+        models[1].float()
+        for model in models:
+            families = {id(p): g["family"] for g in dmuon.Muon(model).param_groups for p in g["params"]}
+            for name, p in model.named_parameters():
+                assert p.dtype == torch.float32 and families[id(p)] == ("muon" if is_matrix(name) else "adamw"), name
+        return True
+
+    ranks = prod(LAYOUTS[layout].values())
+    assert run(ranks, law) == [True] * ranks
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
+def test_an_eval_in_inference_mode_changes_nothing(layout, spread):
+    """Steps with a forward under inference_mode after each equal steps without."""
+
+    def law(rank, evaluate):
+        tp = tp_size(layout)
+        model = shard(net(), layout=layout)
+        optimizer, record = dmuon.Muon(model, **OPTIONS), []
+        for step in batches(dist.get_world_size() // tp, 3):
+            record.append(train_step(model, optimizer, step[rank // tp]))
+            optimizer.step()  # new weights are in flight
+            with torch.inference_mode() if evaluate else contextlib.nullcontext():
+                if evaluate:
+                    model(step[rank // tp][0])
+        return record
+
+    ranks = prod(LAYOUTS[layout].values())
+    assert_same(merged(run(ranks, law, True)), merged(run(ranks, law, False)), tolerance=0.0)
 
 
 # ----------------------------------------------------------------------------------------------- torch.compile, meta

@@ -1335,6 +1335,30 @@ def test_every_collective_is_waited_for_before_its_result_is_used(layout, make, 
     exact_layout(layout, zero, 3, make)
 
 
+class Fickle:
+    """A collective that says at random, otherwise on every rank, whether it is over."""
+
+    def __init__(self, work):
+        self.work, self.random = work, random.Random(os.getpid() + id(work))
+
+    def is_completed(self) -> bool:
+        if self.random.random() < 0.5:
+            return False
+        self.work.wait()
+        return True
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+@pytest.mark.parametrize("make", [Net, SelectiveNet])
+def test_what_is_over_first_does_not_change_the_order_of_collectives(make, spread, monkeypatch):
+    """Reduces that ranks see end in different orders: the second stages still pair, and the numbers are the same."""
+    original = dist.reduce
+    monkeypatch.setattr(dist, "reduce", lambda *args, **options: Fickle(original(*args, **options)))
+    exact_layout("2x2", 3, 4, make)
+
+
 class Failure(Exception):
     pass
 

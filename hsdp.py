@@ -1,6 +1,7 @@
 """What does a second mesh dimension change? Every owner gets replicas: one more average in, one broadcast out.
 
-Before this file: hooks.py, which calls it for every gradient and every updated weight. After it: dmuon.py.
+Before this file: hooks.py, which calls it for every gradient and every new weight. After it: dmuon.py, which calls
+`agree` and `synchronise` at setup, over all dimensions of the mesh.
 
 HSDP arranges the ranks as R rows of G: a row shards the model, the rows are replicas of each other, and every rank has
 its own data. A matrix has one owner in all of it, the *owner slot* (shard, replicate). The ranks of the owner's shard
@@ -21,9 +22,10 @@ gradient and a momentum, and runs Newton-Schulz (NS). On a 2 x 4 mesh, for up_pr
 3. Replicate broadcast: after NS the owner sends the new weights to its R - 1 peers, behind AdamW and the next forward.
    They land when somebody needs them: before a row broadcast, a state dict, `unshard`.
 
-Cost, with P elements in dedicated matrices: each of the G columns puts its share of P, on average P / G, into stage two
-and as much into the replicate broadcast; over all ranks (R - 1) P elements travel in each. A rank holds its column's
-share of the weights and its slot's share, on average P / (G R), of gradients and momenta. With R = 1 nothing is sent.
+Cost, with P elements in dedicated matrices: a rank puts its column's share, on average P / G, into stage two and as
+much into the replicate broadcast; over all ranks (R - 1) P elements travel in each. A rank holds its column's share of
+the weights, once more while they are in flight, and its slot's share, on average P / (G R), of gradients and momenta.
+With R = 1 nothing is sent.
 
 `torchrun --nproc_per_node=4 hsdp.py` shows a 2 x 2 mesh, where the gradient of rank r is r everywhere:
 

@@ -1,6 +1,6 @@
 """DMuon: the public API. `import dmuon`, three calls, and FSDP2 trains with Muon, each matrix orthogonalised once.
 
-Before this file: newton_schulz.py, partition.py, hooks.py. After it: train_gpt.py, which uses it.
+Before this file: newton_schulz.py, partition.py, hooks.py, hsdp.py. After it: train_gpt.py, which uses it.
 
     import dmuon                                           # FSDP2 now leaves dedicated matrices alone
     dmuon.dedicate_params(model, mesh)                     # each matrix gets one owner
@@ -30,7 +30,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hooks import DedicatedModel, DedicatedParam
-from hsdp import Slot, SlotMesh, agree, local, replicate, start_broadcast, synchronise, tensor_parallel_mesh, wait
+from hsdp import Slot, SlotMesh, agree, checksums, local, mesh_device, replicate, start_broadcast, synchronise
+from hsdp import tensor_parallel_mesh, wait
 from newton_schulz import (
     KELLER_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
@@ -279,12 +280,12 @@ def dedicate_params(
     elsewhere, and `fully_shard` leaves it alone. Weights are equal on all ranks: a matrix is its owner's, everything
     else (parameters that stay with FSDP2, buffers) is that of the mesh's first rank. Meta tensors are left alone. A
     parameter that `parallelize_module` has made a DTensor keeps its placement: the ranks of the tensor-parallel mesh
-    own its shards together; what is no DTensor must start equal on them, whose data-parallel meshes are not the same.
+    own its shards together, and parameters that are no DTensors must start equal on them.
 
     Args:
         model: the root module, on any device; dedicated matrices move to the mesh's device.
-        mesh: the mesh that `fully_shard` gets: (shard,) or, for HSDP, (replicate, shard). With tensor parallelism it
-            has dimension names.
+        mesh: the mesh that `fully_shard` gets: (shard,) or, for HSDP, (replicate, shard). With HSDP (FSDP2 asks for
+            it) or tensor parallelism it has dimension names.
         predicate: `(fqn, parameter) -> bool` chooses the matrices, (m, n) or stacked (E, m, n). None: every matrix of
             a linear map inside a hook boundary. Frozen parameters are never dedicated.
         reshard_after_forward: True (Z3) frees full matrices after the forward and broadcasts them again for the
@@ -303,11 +304,11 @@ def dedicate_params(
         TypeError, ValueError: on every rank, before the model is touched, when the mesh has another shape, the model
             was dedicated or sharded before, nothing is chosen, a chosen parameter is no matrix, has no hook boundary or
             is tied across two, is sharded over two tensor-parallel dimensions or a mesh without names, or the ranks'
-            models differ in names, shapes or owners.
+            models differ in names, shapes or owners, or on a tensor-parallel mesh in the values of what is no DTensor.
     """
     _check_call(model=model, mesh=mesh, replicate_mesh=replicate_mesh, reshard_after_forward=reshard_after_forward,
                 mp_policy=mp_policy)
-    groups, device = {"shard": mesh.get_group(mesh.ndim - 1)}, _device(mesh)
+    groups, device = {"shard": mesh.get_group(mesh.ndim - 1)}, mesh_device(mesh)
     if mesh.ndim == 2 or replicate_mesh is not None:
         groups["replicate"] = (replicate_mesh or mesh).get_group(0)
     failure, matrices, slots, tp_mesh = None, [], {}, None
@@ -319,8 +320,11 @@ def dedicate_params(
         slots = _assign_slots(matrices, *(group.size() for group in groups.values()))
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
         failure = error
+    texts = dict.fromkeys(groups, _describe(model, slots))
     tp_group = {} if tp_mesh is None else {"tp": tp_mesh.get_group()}
-    agree(_describe(model, slots), {**groups, **tp_group}, device, failure)
+    if tp_mesh is not None:
+        texts["tp"] = f"{texts['shard']}\n{checksums(model.named_parameters())}"
+    agree(texts, {**tp_group, **groups}, device, failure)
     chosen = {matrix.parameter for matrix in matrices}
     synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], [*groups.values()], device)
     slot_mesh, boundaries = SlotMesh(device, *groups.values(), tp_mesh=tp_mesh), {}
@@ -342,13 +346,6 @@ def _assign_slots(matrices: list[_Matrix], num_shards: int, num_replicas: int = 
     layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
     numbers = assign_owners(shapes, layers, num_shards * num_replicas, num_replicas)
     return {fqn: (number % num_shards, number // num_shards) for fqn, number in numbers.items()}
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    """This rank's device in the mesh, as FSDP2 takes it."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _describe(model: nn.Module, slots: dict[str, Slot]) -> str:

@@ -1,6 +1,7 @@
 """How does the full matrix appear before it is used, and how does its gradient leave?
 
-Before this file: partition.py (who owns which matrix). After it: dmuon.py (the public API on top).
+Before this file: partition.py (who owns which matrix). After it: hsdp.py, whose `SlotMesh` is this rank's place and its
+communicators, and whose `TwoStageReduce` takes a gradient to its owner: on a 1-D mesh, by one averaging reduce.
 
 A hook boundary is a module, usually one transformer layer. Its dedicated matrices are grouped by owner; each group
 has one packed buffer, a flat tensor that one broadcast fills and whose views are the full parameters. Between steps
@@ -428,7 +429,7 @@ class DedicatedModel:
             boundary.reshard()
 
     def start_replicate_broadcasts(self) -> None:
-        """After a step: the owners' new weights set out to their replicate peers, in the order of the next forward."""
+        """After a step: the owners' new weights set out to their replicate peers, in model order."""
         self.finish_replicate_broadcasts()
         for boundary in self.boundaries:
             boundary.arriving = replicate_broadcasts([p for p in boundary.params if p.sharded.requires_grad], self.mesh)

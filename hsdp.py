@@ -18,7 +18,7 @@ gradient and a momentum, and runs Newton-Schulz (NS). On a 2 x 4 mesh, for up_pr
               +------------+------------+------------+------------+
 
 1. Stage-one reduce: the average over the shard group arrives at the row's rank of the owner's column.
-2. Stage-two reduce: the average of these over the replicate group arrives at the owner: the divisor is G R, once.
+2. Stage-two reduce: the average of these over the replicate group arrives at the owner: the divisor is G R in all.
 3. Replicate broadcast: after NS the owner sends the new weights to its R - 1 peers, behind AdamW and the next forward.
    They land when somebody needs them: before a row broadcast, a state dict, `unshard`.
 
@@ -54,6 +54,13 @@ Slot = tuple[int, int]  # (shard, replicate) coordinate of an owner; replicate i
 # over all ranks, those with zeros included, as FSDP2's is: the loss must be the mean over the rank's own tokens. The
 # tests compare gradients, not losses.
 
+# [Note: the order on the replicate communicator]
+# It carries two things, in an order that all ranks of a column share. In a backward, second stages, in the order of the
+# first ones: a reduce whose first stage is over waits until those before it are (ranks see them end at different
+# times). Nothing waits for a second stage before the end of the backward, when every rank has issued all broadcasts and
+# first stages. After a step, replicate broadcasts, in model order. What users call in between (`unshard`, clipping)
+# comes in program order, like the collectives of tensor parallelism, which its ranks issue alike: they have equal data.
+
 
 class SlotMesh:
     """This rank's place in the (replicate, shard) mesh, and DMuon's own communicators through it.
@@ -78,7 +85,7 @@ class SlotMesh:
         self.device, self.tp_mesh = device, tp_mesh
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Of every dimension, for what all ranks must agree on at a moment when nothing else is in flight."""
+        """Of every dimension, for what all ranks compute together between backward and step."""
         columns = [self.replicate_group] if self.num_replicas > 1 else []
         return [self.reduce_group, *columns, *([self.tp_mesh.get_group()] if self.tp_mesh is not None else [])]
 
@@ -128,7 +135,10 @@ class TwoStageReduce:
                     self.stage_two += start_average(part, self.mesh.replicate_group, params[0].slot[1])
 
     def advance(self) -> bool:
-        """Start stage two if that needs no waiting; whether it has started, and the next reduce may follow."""
+        """Start stage two if that needs no waiting; whether it has started, and the next reduce may follow.
+
+        See [Note: the order on the replicate communicator].
+        """
         if self.stage_two is None and all(work.is_completed() for work in self.stage_one):
             self.start_stage_two()
         return self.stage_two is not None
@@ -207,12 +217,13 @@ def replicate(params: Iterable, mesh: SlotMesh) -> None:
 # ------------------------------------------------------------------------------------------ what all ranks agree on
 
 
-def agree(text: str, groups: dict[str, dist.ProcessGroup], device: torch.device, failure: Exception | None) -> None:
-    """Raise on every rank unless all ranks of the mesh hold the same text and none has failed.
+def agree(texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: torch.device,
+          failure: Exception | None) -> None:
+    """Raise on every rank unless the ranks of each group hold the same text and none of the mesh has failed.
 
     Args:
-        text: what must be equal, line by line.
-        groups: by the name of the mesh's dimension; a small collective in each.
+        texts: by dimension of the mesh, what must be equal along it, line by line.
+        groups: by dimension; a small collective in each.
         device: where collectives take their tensors.
         failure: what this rank raises; its peers are told.
 
@@ -220,7 +231,7 @@ def agree(text: str, groups: dict[str, dist.ProcessGroup], device: torch.device,
         ValueError: names the ranks and the first line that differs.
     """
     for dimension, group in groups.items():
-        found = _disagreement(f"failed: {failure}" if failure else text, group, dimension, device)
+        found = _disagreement(f"failed: {failure}" if failure else texts[dimension], group, dimension, device)
         failure = failure or found  # raised at the end only: the other dimensions must hear of it
     if failure:
         raise failure
@@ -280,7 +291,8 @@ def tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) 
             continue
         names = parameter.device_mesh.mesh_dim_names
         if not names or not data_names:
-            problem = "and not every mesh has names; give mesh_dim_names to init_device_mesh, and slices of that mesh"
+            which = "data-parallel" if names else "tensor-parallel"
+            problem = f"but the {which} mesh has no names; pass slices of one init_device_mesh(..., mesh_dim_names=...)"
         elif data_names & {*names}:
             problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
         elif len(names) > 1 or found is not None:
@@ -288,8 +300,25 @@ def tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) 
         else:
             found = parameter.device_mesh
             continue
-        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over dimensions {names}, {problem}")
+        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over {names or 'a mesh'}, {problem}")
     return found
+
+
+def checksums(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A line for each tensor that every rank of a tensor-parallel mesh should hold alike: one that is no DTensor."""
+    lines = []
+    for name, tensor in named:
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            total = local(tensor).contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).item()
+            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, bytes adding up to {total}: seed tp ranks alike")
+    return "\n".join(lines)
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in the mesh, as FSDP2 takes it."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 # ------------------------------------------------------------------------------------------ small pieces

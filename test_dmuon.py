@@ -1900,13 +1900,16 @@ def test_every_rank_of_an_hsdp_mesh_starts_from_the_owners_weights():
         model = Net().double()
         mine = {n: p.detach().clone() for n, p in model.named_parameters()}
         shard(model, layout="2x2")
+        with torch.no_grad():
+            output = model(torch.arange(6)[None])  # before `unshard`, which would make up for replicas that differ
         with dmuon.unshard(model):
-            return dmuon.owners(model), mine, {n: whole(p) for n, p in model.named_parameters()}
+            return dmuon.owners(model), mine, {n: whole(p) for n, p in model.named_parameters()}, output
 
     results = run(4, law)
     slots = results[0][0]
     assert len(set(slots.values())) > 2
-    for _, _, seen in results:
+    for _, _, seen, output in results:
+        assert torch.equal(output, results[0][3])
         for name, weight in seen.items():
             shard_index, replicate = slots.get(name, (0, 0))
             assert torch.equal(weight, results[shard_index + 2 * replicate][1][name]), name
@@ -2242,13 +2245,14 @@ def cut_over(*names: str) -> Callable:
 
 TP_REFUSALS = {  # names of the mesh's dimensions, the matrix from the mesh, the mesh that dedicate_params gets
     "two dimensions": (("shard", "a", "b"), cut_over("a", "b"), lambda mesh: mesh["shard"],
-                       r"'layers.0.maps.0.weight' is a DTensor over dimensions \('a', 'b'\), but only one tensor-pa"),
+                       r"'layers.0.maps.0.weight' is a DTensor over \('a', 'b'\), but only one tensor-pa"),
     "two meshes": (("shard", "a", "b"), cut_over("a"), lambda mesh: mesh["shard"],
                    r"'layers.0.maps.1.weight' .*\('b',\), but only one .* the same for all"),
     "tp taken for shard": (("shard", "a", "b"), cut_over("a"), lambda mesh: mesh["shard", "a"],
                            r"'layers.0.maps.0.weight' .*the mesh has \['a', 'shard'\]; pass data-parallel dimensions"),
-    "no names": (None, cut_over(), lambda mesh: None,
-                 "not every mesh has names; give mesh_dim_names to init_device_mesh"),
+    "no names": (None, cut_over(), lambda mesh: None, r"but the tensor-parallel mesh has no names; pass slices of one"),
+    "a flat data mesh": (("shard", "a", "b"), cut_over("a"), lambda mesh: None,
+                         r"DTensor over \('a',\), but the data-parallel mesh has no names"),
     "partial": (("shard", "a", "b"), lambda mesh: DTensor.from_local(torch.ones(12, 8), mesh["a"], [Partial()]),
                 lambda mesh: mesh["shard"], r"'layers.0.maps.0.weight' has placements \(Partial\(sum\),\); tensor par"),
 }
@@ -2313,6 +2317,22 @@ def test_a_model_from_the_meta_device_trains_like_one_process(layout, spread):
         return [train_step(model, optimizer, step[rank // tp]) for step in batches(4 // tp, 2)]
 
     exact(4, law, steps=2, data_ranks=4 // tp_size(layout))
+
+
+def test_parameters_that_tensor_parallelism_left_whole_must_start_equal():
+    """What is no DTensor and differs between the ranks of a tensor-parallel mesh is refused by name, on every rank."""
+
+    def law(rank):
+        torch.manual_seed(rank)
+        with pytest.raises(ValueError, match=r"\[embed.weight \(11, 8\), no DTensor, .* seed tp ranks alike\]"):
+            shard(Net(), layout="2 tp2")
+        torch.manual_seed(rank // 2)  # only the data-parallel ranks differ
+        model = shard(Net(), layout="2 tp2")
+        with torch.no_grad():
+            return model(torch.arange(6)[None])
+
+    outputs = run(4, law)
+    assert all(torch.allclose(output, outputs[0], rtol=1e-5) for output in outputs)
 
 
 @pytest.mark.parametrize("layout", ["2", "2 tp2"])
@@ -3229,6 +3249,14 @@ def test_the_script_imports_without_side_effects_and_trains_without_numpy(tmp_pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("imported\nrun    1 x cpu") and "val loss" in done.stdout
     assert done.stderr == ""
+
+
+def test_help_is_printed_and_nothing_else():
+    """`--help` names every option with its default, exits with 0 and leaves stderr alone."""
+    command = [sys.executable, train_gpt.__file__, "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    assert all(f"--{name}" in result.stdout for name in vars(train_gpt.parse([])))
 
 
 def test_an_error_is_one_line_alone_and_under_torchrun(tmp_path):

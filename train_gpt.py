@@ -125,7 +125,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     group("parallel, e.g. --replicate=2 --tp=2: ranks form a mesh, replicate x shard x tp",
           replicate=(1, number(int, 1), "HSDP: replicas of the group of ranks that shards the model"),
           tp=(1, number(int, 1), "tensor parallelism: ranks that cut each matrix; divides n_head"),
-          replicate_async=(1, (1, 0), "1: new weights travel to replicas behind the next forward; 0: within the step"),
+          replicate_async=(1, (1, 0), "1: new weights travel behind AdamW and the next forward; 0: within the step"),
           zero=(3, (3, 2), "3: free full weights after the forward; 2: keep them for the backward"))
     group("run, e.g. --dtype=float64 --out=check",
           out=("out", str, "folder of log.jsonl"),
@@ -674,6 +674,8 @@ if __name__ == "__main__":
         if dist.is_torchelastic_launched():
             raise  # torchrun shows the recorded text
         sys.exit(f"train_gpt.py: {error}")
+    if not dist.is_initialized():
+        sys.exit()  # --help
     dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still let go of tensors, and abort if the interpreter is being torn down

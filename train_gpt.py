@@ -9,7 +9,7 @@
 Before this file: dmuon.py, which it uses as your own trainer would (see `shard`). After it: test_dmuon.py.
 
 The default data are the names of the Unicode characters, one a line, which Python itself contains: 355 kB, learned to a
-legible sample in three minutes on two cores. It is small, so a large model overfits.
+legible sample in a few minutes on two cores. It is small, so a large model overfits.
 
 The same seed gives the same weights and the same batches on any number of ranks: every rank builds the whole model
 from the seed, draws the whole step's batch from (seed, step), and keeps its slice. In float64, 1, 2, 4 and 8 ranks on

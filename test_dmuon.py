@@ -59,7 +59,7 @@ from hsdp import local
 
 torch.set_num_threads(1)  # first of all: a child forked from a process with two threads hangs in its first matmul
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 
 # ---------------------------------------------------------------------------------------------- helpers
@@ -3032,8 +3032,9 @@ def test_the_default_corpus_is_the_same_everywhere():
     assert [r["step"] for r in records if "val_loss" in r] == [10]
 
 
-def test_the_script_logs_the_same_losses_on_any_number_of_ranks():
+def test_the_script_logs_the_same_losses_on_any_number_of_ranks(monkeypatch):
     """Float64, 20 steps: 1, 2, 4, 8 ranks and two micro-steps agree to 1e-10, Z2 and Z3 to the last bit."""
+    monkeypatch.setattr(train_gpt, "EVAL_WINDOWS", 1)
 
     def law(rank, out, *options):
         return losses_of(train_gpt_log(rank, out, "--dtype=float64", "--steps=20", "--device=cpu", *options))
@@ -3043,7 +3044,7 @@ def test_the_script_logs_the_same_losses_on_any_number_of_ranks():
         assert len(first) == 20 and first[-1] < first[0] - 2
         z3, z2 = run(4, law, out)[0], run(4, law, out, "--zero=2")[0]
         assert z3 == z2
-        others = [run(2, law, out)[0], run(8, law, out)[0], run(2, law, out, "--device_batch_size=2")[0]]
+        others = [run(2, law, out)[0], run(2, law, out, "--device_batch_size=2")[0], run(8, law, out, timeout_s=180)[0]]
         for losses in (z3, *others):
             assert losses == pytest.approx(first, abs=1e-10, rel=0)
 
@@ -3059,7 +3060,8 @@ def test_the_script_logs_the_same_losses_and_norms_on_any_mesh(tmp_path, monkeyp
     hsdp = run(4, law, "--replicate=2")[0]
     assert hsdp == run(4, law, "--replicate=2", "--replicate_async=0")[0]
     mesh, adamw = ["--replicate=2", "--tp=2"], "--optimizer=adamw"
-    for expected, *others in ((run(1, law)[0], hsdp, run(4, law, "--tp=2", "--zero=2")[0], run(8, law, *mesh)[0]),
+    for expected, *others in ((run(1, law)[0], hsdp, run(4, law, "--tp=2", "--zero=2")[0],
+                               run(8, law, *mesh, timeout_s=180)[0]),
                               (run(1, law, adamw)[0], run(4, law, *mesh, adamw)[0])):
         for losses, norms in others:
             assert losses == pytest.approx(expected[0], abs=1e-10, rel=0) and len(losses) == 10

@@ -2946,6 +2946,27 @@ def test_the_clip_norm_does_not_depend_on_who_owns_what():
         assert first.item() == pytest.approx(expected, rel=1e-3 if law is mixed else 1e-6), law.__name__
 
 
+def test_the_clip_norm_counts_what_the_user_keeps_from_fsdp_once(spread):
+    """A tensor-parallel head in ignored_params, whose gradient the user averages: the norm of one process."""
+
+    def law(rank):
+        mesh, tp_mesh = meshes("2 tp2")
+        model = parallelize_module(net(), tp_mesh, {"head": RowwiseParallel(input_layouts=Replicate())})
+        dmuon.dedicate_params(model, mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.head.weight, model.head.bias})
+        loss_of(model, batches(2, 1)[0][rank // 2]).backward()
+        for p in model.head.parameters():
+            dist.all_reduce(p.grad.to_local(), op=dist.ReduceOp.AVG, group=mesh.get_group())
+        return dmuon.clip_grad_norm_(model, math.inf).item()
+
+    def one(rank):
+        model = net()
+        sum(loss_of(model, batch) for batch in batches(2, 1)[0]).div(2).backward()
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+    assert run(4, law) == [pytest.approx(run(1, one)[0], rel=1e-10)] * 4
+
+
 def test_families_are_told_apart_whatever_came_before(spread):
     """Named parameters, and an optimizer made after a backward that raised: every matrix is Muon's."""
 

@@ -589,8 +589,8 @@ class Muon(torch.optim.Optimizer):
             orthogonalise = gram_newton_schulz if group["ns_backend"] == "gram" else newton_schulz
             update = orthogonalise(local(update), *options)
         lr = float(group["lr"])
-        local(p).mul_(1 - lr * group["weight_decay"])
-        local(p).add_(update, alpha=-_adjusted_lr(lr, group["adjust_lr_fn"], *p.shape[-2:]))  # of the whole matrix
+        adjusted = _adjusted_lr(lr, group["adjust_lr_fn"], *p.shape[-2:])  # by the shape of the whole matrix
+        local(p).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-adjusted)
 
 
 def _check_muon_options(options: dict) -> None:

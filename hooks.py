@@ -125,7 +125,8 @@ class DedicatedParam:
     def adopt(self) -> None:
         """Take over what the module holds: at first, and when `to_empty` or an assignment replaced it."""
         held = self.holders[0][0]._parameters[self.holders[0][1]]
-        if held is self.full:
+        if held is self.full or held is self.resting:
+            self.resting._dedicated_owner_rank = self.slot  # `.to()`, `to_empty` keep a DTensor, but not its mark
             return
         problem = f"dedicated parameter '{self.fqn}' of shape {tuple(self.shape)} has become a {type(held).__name__}"
         if isinstance(held, DTensor) and held.device_mesh != self.mesh.tp_mesh:
@@ -133,9 +134,7 @@ class DedicatedParam:
         like = isinstance(held, nn.Parameter) and (tuple(held.shape), getattr(held, "placements", None))
         if not like or like != (self.shape, self.placements) and (self.in_column or held.numel()):
             raise RuntimeError(f"{problem} {like or ''}: assign an nn.Parameter of the old shape and placements")
-        held._dedicated_owner_rank = self.slot  # `.to()` and `to_empty` keep a DTensor's identity, but not its mark
-        if held is self.resting:
-            return
+        held._dedicated_owner_rank = self.slot
         device = held.device if held.is_meta else self.mesh.device
         if self.in_column:
             held.data = held.data.to(device)

@@ -85,9 +85,10 @@ class SlotMesh:
         self.device, self.tp_mesh = device, tp_mesh
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Of every dimension, for what all ranks compute together between backward and step."""
+        """Of every dimension of more than one rank, for what all compute together between backward and step."""
         columns = [self.replicate_group] if self.num_replicas > 1 else []
-        return [self.reduce_group, *columns, *([self.tp_mesh.get_group()] if self.tp_mesh is not None else [])]
+        shards = [self.tp_mesh.get_group()] if self.tp_mesh is not None else []
+        return [group for group in (self.reduce_group, *columns, *shards) if group.size() > 1]
 
     def counts(self, p: nn.Parameter) -> bool:
         """Whether this rank is the first of all that hold the same part of p's gradient: a norm counts it once."""
@@ -129,7 +130,7 @@ class TwoStageReduce:
         if self.stage_two is None:
             wait(self.stage_one)
             self.stage_two = []
-            if self.mesh.num_replicas > 1 and self.params[0].slot[0] == self.mesh.slot[0]:
+            if self.mesh.num_replicas > 1 and self.params[0].in_column:
                 slots = [list(params) for _, params in itertools.groupby(self.params, lambda p: p.slot)]
                 for params, part in zip(slots, self.flat.split([sum(p.numel for p in params) for params in slots])):
                     self.stage_two += start_average(part, self.mesh.replicate_group, params[0].slot[1])
@@ -151,7 +152,7 @@ class TwoStageReduce:
         self.start_stage_two()
         wait(self.stage_two)
         for p, average in zip(self.params, split(self.flat, self.params)):
-            if p.slot == self.mesh.slot and keep:
+            if p.is_owner and keep:
                 if p.sharded.grad is None:  # a copy where `flat` holds other slots' gradients, too, and should go
                     average = average.to(p.sharded.dtype, copy=self.mesh.num_replicas > 1)
                     p.sharded.grad = p.wrap(average)
@@ -171,7 +172,7 @@ class ReplicateBroadcast:
     """
 
     def __init__(self, params: list, mesh: SlotMesh):
-        self.params, self.is_owner = params, params[0].slot == mesh.slot
+        self.params, self.is_owner = params, params[0].is_owner
         self.weights = [p.sharded for p in params]
         self.versions = [weight._version for weight in self.weights]
         self.flat = local(self.weights[0]).new_empty(sum(p.numel for p in params))
@@ -201,7 +202,7 @@ def replicate_broadcasts(params: Iterable, mesh: SlotMesh) -> list[ReplicateBroa
     """Issue the broadcasts of what this rank's column holds of the params, one a slot and dtype."""
     buckets: dict[tuple, list] = {}
     for p in params:
-        if p.slot[0] == mesh.slot[0] and mesh.num_replicas > 1:
+        if p.in_column and mesh.num_replicas > 1:
             buckets.setdefault((p.slot, p.sharded.dtype), []).append(p)
     return [ReplicateBroadcast(bucket, mesh) for bucket in buckets.values()]
 
@@ -372,21 +373,21 @@ def _demonstrate() -> None:
     full = nn.Parameter(torch.zeros(2, 3))
     full.grad = torch.full_like(full, rank)
     p = SimpleNamespace(fqn="up_proj", slot=(1, 1), numel=6, local_shape=weight.shape, sharded=weight, full=full,
-                        wrap=lambda tensor: tensor)  # stands for a DedicatedParam of hooks.py
+                        in_column=mesh.slot[0] == 1, is_owner=mesh.slot == (1, 1), wrap=lambda tensor: tensor)
     reduce = TwoStageReduce([p], torch.float32, mesh)
     wait(reduce.stage_one)
     stage_one = reduce.flat[0].item()
     reduce.finish()
-    if mesh.slot == p.slot:
+    if p.is_owner:
         weight.data.fill_(7)  # what a step would do
     for broadcast in replicate_broadcasts([p], mesh):
         broadcast.finish()
     gradient = None if weight.grad is None else weight.grad[0, 0].item()
-    if mesh.slot[0] == 1:
+    if p.in_column:
         print(f"rank {rank}, slot {mesh.slot}: stage one {stage_one:4}, gradient at the owner {gradient!s:>4}, "
               f"weight {weight[0, 0].item()}")
         assert stage_one == {0: 0.5, 1: 2.5}[mesh.slot[1]] and (weight == 7).all()
-    assert gradient == (1.5 if mesh.slot == (1, 1) else None)
+    assert gradient == (1.5 if p.is_owner else None)
 
 
 if __name__ == "__main__":

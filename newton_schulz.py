@@ -147,7 +147,6 @@ def tensor_parallel_newton_schulz(
     eps: float = 1e-30,
     dtype: torch.dtype | None = None,  # float64, or None with a float64 G: all in float64; else R and Q in float32
     norm: Tensor | None = None,  # from `tensor_parallel_norms`, which makes those of many matrices at once
-    gather: bool | None = None,  # None: by `sums_grams`
 ) -> DTensor:
     """`gram_newton_schulz` of the whole matrix, of which every rank has a shard; placed as G, the same on any number.
 
@@ -167,9 +166,8 @@ def tensor_parallel_newton_schulz(
     The Gram way needs no restart, because R, Q and QX are float32 at least: 16 bits lose a long matrix (0.1 of its
     norm). A step's norms travel in one float64 all-reduce more. Raises what `newton_schulz` raises.
     """
-    gather = not sums_grams(G) if gather is None else gather
     mesh, placements = G.device_mesh, G.placements
-    if gather:
+    if not sums_grams(G):
         whole = gram_newton_schulz(G.full_tensor(), coefficients, steps, eps, dtype)
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)  # each rank cuts its own shard
     norm = tensor_parallel_norms([G], mesh.get_group())[0] if norm is None else norm

@@ -15,46 +15,34 @@ shows whole matrices on every rank.
 
 from __future__ import annotations
 
-import functools
+import importlib.util
+import logging
 import math
-import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hooks import DedicatedModel, DedicatedParam
-from hsdp import Slot, SlotMesh, agree, checksums, local, mesh_device, replicate, start_broadcast, synchronise
-from hsdp import tensor_parallel_mesh, wait
-from newton_schulz import (
-    KELLER_COEFFICIENTS,
-    POLAR_EXPRESS_COEFFICIENTS,
-    YOU_COEFFICIENTS,
-    gram_newton_schulz,
-    newton_schulz,
-    sharded_dim,
-    sums_grams,
-    tensor_parallel_newton_schulz,
-    tensor_parallel_norms,
-)
-from partition import assign_owners, ownership_map
+from hooks import DedicatedModel
+from hsdp import DedicatedParam, Slot, SlotMesh, agree, check_call, checksums, local, mesh_device, replicate
+from hsdp import random_states, start_broadcast, synchronise, together, total_norm, union, wait
+from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr
+from newton_schulz import check_muon_options, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
+from newton_schulz import tensor_parallel_mesh, tensor_parallel_norms
+from partition import assign_slots, check_untouched, choose_matrices, clean, describe, named_state, ownership_map
 
-__all__ = [
-    "dedicate_params", "Muon", "clip_grad_norm_", "unshard", "owned_params", "owners", "ownership_table",
-    "newton_schulz", "gram_newton_schulz",
-    "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS", "POLAR_EXPRESS_COEFFICIENTS",
-]
+__all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "owned_params", "owners",
+           "ownership_table", "full_state_dict", "save_checkpoint", "load_checkpoint", "newton_schulz",
+           "gram_newton_schulz", "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS", "POLAR_EXPRESS_COEFFICIENTS"]
 
-LAYER_NAME = re.compile(r"(^|\.)(layers|layer|blocks|h)\.\d+$")  # Llama, BERT, ViT and GPT-2 name their blocks so
-WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")  # torch.compile, checkpoint_wrapper
-CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, *CONVOLUTIONS)
 
 
 # ------------------------------------------------------------------------------------------ the FSDP2 patch
@@ -80,11 +68,10 @@ def _patch_fsdp() -> None:
     if hasattr(original, "_dmuon"):
         return
 
-    @functools.wraps(original)
+    @wraps(original)
     def get_managed_states(modules, ignored_params=None):
         for dedicated in {module._dmuon for module in modules if hasattr(module, "_dmuon")}:
-            for p in dedicated.params.values():
-                p.adopt()  # since `dedicate_params` a conversion may have replaced a parameter, or its mark
+            dedicated.adopt()  # since `dedicate_params` a conversion may have replaced a parameter, or its mark
         params = (p for module in modules for p in module.parameters(recurse=False))
         dedicated = {p for p in params if hasattr(p, "_dedicated_owner_rank")}
         return original(modules, dedicated | (ignored_params or set()))
@@ -96,171 +83,7 @@ def _patch_fsdp() -> None:
 _patch_fsdp()
 
 
-# ------------------------------------------------------------------------------------- choosing the matrices
-
-
-@dataclass
-class _Matrix:
-    """A parameter that is to be dedicated: where it is held and which boundary unshards it."""
-
-    fqn: str
-    parameter: nn.Parameter
-    holders: list[tuple[nn.Module, str]]
-    boundary: nn.Module
-    boundary_name: str
-
-
-def _clean(name: str) -> str:
-    """A name without the components that wrappers insert."""
-    return WRAPPERS.sub("", name).lstrip(".")
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    """Paths of a module and of those that contain it, the lowest first, the root ("") last."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward  # a ModuleList has none, so its hooks never run
-
-
-def _find_boundary(path: str, modules: dict[str, nn.Module], is_boundary: Callable | None) -> str | None:
-    """The path of the lowest module around a matrix that is a hook boundary, by the user's predicate or by its name."""
-    for candidate in _ancestors(path):
-        module = modules[candidate]
-        if is_boundary is None:
-            if LAYER_NAME.search(_clean(candidate)) and _has_forward(module):
-                return candidate
-        elif is_boundary(module):
-            if not _has_forward(module):
-                raise ValueError(
-                    f"hook_boundary_predicate is true for '{candidate}', a {type(module).__name__} without a forward: "
-                    f"its hooks would never run; choose the modules in it, or the one around it"
-                )
-            return candidate
-    return None
-
-
-def _is_default_matrix(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-    """What Muon is for: matrices and stacked matrices of linear maps; no embedding, norm, convolution or bias table."""
-    return (
-        parameter.ndim in (2, 3)
-        and min(parameter.shape[-2:]) > 1
-        and parameter.is_floating_point()
-        and not isinstance(module, NO_MATRICES)
-        and not re.search("bias|embed", name)
-    )
-
-
-def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
-    """Refuse what the user's predicate chose and Newton-Schulz cannot take."""
-    shape = tuple(parameter.shape)
-    if any(type(placement) not in (Shard, Replicate) for placement in getattr(parameter, "placements", ())):
-        problem = f"has placements {parameter.placements}; tensor parallelism may use Shard and Replicate only"
-    elif parameter.ndim < 2:
-        problem = f"has shape {shape}: a {'scalar' if parameter.ndim == 0 else 'vector'} has no singular vectors; " \
-                  f"make the predicate leave it to AdamW"
-    elif parameter.ndim > 3 or isinstance(module, CONVOLUTIONS):
-        problem = f"has shape {shape}: a convolution kernel is not a matrix; make the predicate leave it to AdamW"
-    elif parameter.numel() == 0:
-        problem = f"has shape {shape}: an empty matrix looks like a placeholder; make the predicate leave it out"
-    elif not parameter.is_floating_point():
-        problem = f"has dtype {parameter.dtype}; only real floating-point matrices can be orthogonalised"
-    else:
-        return
-    raise ValueError(f"dedicate_params: parameter '{fqn}' {problem}")
-
-
-def _choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: Callable | None,
-                     strict: bool) -> list[_Matrix]:
-    """Every matrix that gets an owner, in model order, with its holders and its boundary."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    held: dict[nn.Parameter, list[tuple[str, str]]] = {}  # parameter -> its (module path, attribute name)s
-    for path, module in modules.items():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            held.setdefault(parameter, []).append((path, name))
-    matrices, candidates = [], []
-    for parameter, places in held.items():
-        path, name = places[0]
-        fqn = _clean(f"{path}.{name}")
-        usual = all(_is_default_matrix(n, parameter, modules[p]) for p, n in places)
-        candidates += [fqn] if usual else []
-        boundary = _find_boundary(path, modules, is_boundary) if predicate is None and usual else None
-        chosen = boundary is not None if predicate is None else predicate(fqn, parameter)
-        if not chosen or not parameter.requires_grad:
-            continue  # a frozen parameter stays with FSDP2
-        _check_matrix(fqn, parameter, modules[path])
-        boundary = _common_boundary(fqn, places, modules, is_boundary, strict)
-        holders = [*dict.fromkeys((modules[p], n) for p, n in places)]
-        matrices.append(_Matrix(fqn, parameter, holders, modules[boundary], _clean(boundary)))
-    if not matrices:
-        raise ValueError(
-            f"dedicate_params: no trainable matrix was chosen. By default that is every matrix inside layers.N, "
-            f"layer.N, blocks.N or h.N; pass predicate and hook_boundary_predicate for other names. "
-            f"Matrices in this model: {', '.join(candidates[:12]) or 'none'}{', ...' if len(candidates) > 12 else ''}"
-        )
-    return matrices
-
-
-def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str, nn.Module],
-                     is_boundary: Callable | None, strict: bool) -> str:
-    """The path of the one boundary around all places that hold this parameter."""
-    found = []
-    for path, _ in places:
-        boundary = _find_boundary(path, modules, is_boundary)
-        if boundary is None and strict:
-            raise ValueError(
-                f"dedicate_params: no hook boundary around '{fqn}'. Pass a hook_boundary_predicate that is true "
-                f"for its layer, or hook_boundary_strict=False to let '{_clean(path)}' be its own boundary"
-            )
-        found.append(path if boundary is None else boundary)
-    if len({id(modules[path]) for path in found}) > 1:
-        names = " and ".join(f"'{_clean(f'{path}.{name}')}'" for path, name in places)
-        raise ValueError(
-            f"dedicate_params: one parameter is tied across hook boundaries, as {names}. Choose a hook boundary that "
-            f"contains them all, or make the predicate leave it to FSDP2"
-        )
-    return found[0]
-
-
 # ------------------------------------------------------------------------------------------ dedicate_params
-
-
-def _check_call(**given: object) -> None:
-    """What is wrong with the call itself, the same on every rank."""
-    kinds = {"model": nn.Module, "mesh": DeviceMesh, "reshard_after_forward": bool, "mp_policy": MixedPrecisionPolicy}
-    for name, kind in kinds.items():
-        if not isinstance(given[name], kind):
-            raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
-    mesh, replicate_mesh = given["mesh"], given["replicate_mesh"]
-    if mesh.ndim > (2 if replicate_mesh is None else 1):
-        raise ValueError(
-            f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard gets, (shard,) "
-            f"or (replicate, shard), without tensor parallelism's; with replicate_mesh the 1-D shard mesh"
-        )
-    if replicate_mesh is not None:
-        if not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1:
-            raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
-        common = {*mesh.mesh.tolist()} & {*replicate_mesh.mesh.tolist()}
-        if common != {dist.get_rank()}:
-            raise ValueError(
-                f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this rank only"
-            )
-
-
-def _check_untouched(model: nn.Module) -> None:
-    """Neither call has been made on a part of the model before."""
-    for name, module in model.named_modules():
-        if hasattr(module, "_dmuon"):
-            raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call dedicate_params "
-                f"before fully_shard"
-            )
 
 
 def dedicate_params(
@@ -306,25 +129,25 @@ def dedicate_params(
             is tied across two, is sharded over two tensor-parallel dimensions or a mesh without names, or the ranks'
             models differ in names, shapes or owners, or on a tensor-parallel mesh in the values of what is no DTensor.
     """
-    _check_call(model=model, mesh=mesh, replicate_mesh=replicate_mesh, reshard_after_forward=reshard_after_forward,
+    check_call(model=model, mesh=mesh, replicate_mesh=replicate_mesh, reshard_after_forward=reshard_after_forward,
                 mp_policy=mp_policy)
     groups, device = {"shard": mesh.get_group(mesh.ndim - 1)}, mesh_device(mesh)
     if mesh.ndim == 2 or replicate_mesh is not None:
         groups["replicate"] = (replicate_mesh or mesh).get_group(0)
     failure, matrices, slots, tp_mesh = None, [], {}, None
     try:
-        _check_untouched(model)
-        named = ((_clean(fqn), parameter) for fqn, parameter in model.named_parameters())
+        check_untouched(model)
+        named = ((clean(fqn), parameter) for fqn, parameter in model.named_parameters())
         tp_mesh = tensor_parallel_mesh(named, mesh, replicate_mesh)
-        matrices = _choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
-        slots = _assign_slots(matrices, *(group.size() for group in groups.values()))
+        matrices = choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
+        slots = assign_slots(matrices, *(group.size() for group in groups.values()))
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
         failure = error
-    texts = dict.fromkeys(groups, _describe(model, slots))
+    texts = dict.fromkeys(groups, describe(model, slots))
     tp_group = {} if tp_mesh is None else {"tp": tp_mesh.get_group()}
     if tp_mesh is not None:
         texts["tp"] = f"{texts['shard']}\n{checksums(model.named_parameters())}"
-    agree(texts, {**tp_group, **groups}, device, failure)
+    agree("dedicate_params", texts, {**tp_group, **groups}, device, failure)
     chosen = {matrix.parameter for matrix in matrices}
     synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], [*groups.values()], device)
     slot_mesh, boundaries = SlotMesh(device, *groups.values(), tp_mesh=tp_mesh), {}
@@ -335,27 +158,9 @@ def dedicate_params(
     holders = {module for matrix in matrices for module, _ in matrix.holders}
     for module in {model, *boundaries, *holders}:
         module._dmuon = dedicated
-        module.register_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
-        module.register_load_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
+    _StateDicts(model, dedicated)
     replicate(dedicated.params.values(), slot_mesh)
     return owners(model)
-
-
-def _assign_slots(matrices: list[_Matrix], num_shards: int, num_replicas: int = 1) -> dict[str, Slot]:
-    shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
-    layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
-    numbers = assign_owners(shapes, layers, num_shards * num_replicas, num_replicas)
-    return {fqn: (number % num_shards, number // num_shards) for fqn, number in numbers.items()}
-
-
-def _describe(model: nn.Module, slots: dict[str, Slot]) -> str:
-    """One line a tensor of the model, with its owner if it has one: what all ranks must agree on."""
-    lines = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        placed = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
-        what = f"{_clean(name)} {tuple(tensor.shape)}{placed} {tensor.dtype}"
-        lines.append(f"{what} owner {slots.get(_clean(name))}")
-    return "\n".join(lines)
 
 
 # --------------------------------------------------------------------------------- looking at a dedicated model
@@ -374,9 +179,8 @@ def _dedicated(module: nn.Module) -> DedicatedModel | None:
 def _require_dedicated(model: nn.Module, caller: str) -> DedicatedModel:
     dedicated = _dedicated(model)
     if dedicated is None:
-        raise ValueError(
-            f"{caller}: {type(model).__name__} has no dedicated parameters; call dmuon.dedicate_params first"
-        )
+        problem = f"{type(model).__name__} has no dedicated parameters"
+        raise ValueError(f"{caller}: {problem}; call dmuon.dedicate_params first")
     return dedicated
 
 
@@ -390,17 +194,16 @@ def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
 
     To write to a weight enter `unshard`: on a 2-D mesh the owner's replicate peers have copies.
     """
-    owned = [p for p in _require_dedicated(model, "owned_params").params.values() if p.is_owner]
-    for p in owned:
-        p.adopt()
-    return {p.fqn: p.sharded for p in owned}
+    dedicated = _require_dedicated(model, "owned_params")
+    dedicated.adopt()
+    return {p.fqn: p.sharded for p in dedicated.params.values() if p.is_owner}
 
 
 def ownership_table(model: nn.Module) -> str:
     """The ownership map as text: matrices down, owner slots across, the load of each slot below."""
     dedicated = _require_dedicated(model, "ownership_table")
     shapes = {fqn: tuple(p.shape) for fqn, p in dedicated.params.items()}
-    names = {module: _clean(name) for name, module in model.named_modules()}
+    names = {module: clean(name) for name, module in model.named_modules()}
     layers = {p.fqn: names[boundary.module] for boundary in dedicated.boundaries for p in boundary.params}
     shards, replicas = dedicated.mesh.num_shards, dedicated.mesh.num_replicas
     slots = {fqn: p.slot[0] + shards * p.slot[1] for fqn, p in dedicated.params.items()}
@@ -424,13 +227,14 @@ def unshard(module: nn.Module) -> Iterator[None]:
     for p in params:
         p.adopt()
         replicate([p], p.mesh)  # the owner alone may have been written to
-        empty = local(p.sharded).new_empty(p.local_shape)
-        whole = p.sharded if p.in_column else nn.Parameter(p.wrap(empty), p.sharded.requires_grad)
+        whole = p.sharded
+        if not p.in_column:
+            whole = nn.Parameter(p.wrap(local(whole).new_empty(p.local_shape)), whole.requires_grad)
         works += start_broadcast(local(whole).contiguous(), p.mesh.broadcast_group, p.slot[0])
         before.append((p, p.resting))  # not always `sharded`: contexts nest
         p.resting = whole  # a forward inside the context restores it
         p.hold(whole)
-    wait(works)
+    wait(works, "broadcast of unshard")
     try:
         yield
     finally:
@@ -443,13 +247,6 @@ def unshard(module: nn.Module) -> Iterator[None]:
 
 
 # -------------------------------------------------------------------------------------------------- Muon
-
-
-def _adjusted_lr(lr: float, adjust_lr_fn: str | None, m: int, n: int) -> float:
-    """The step size for an (m, n) matrix, as `torch.optim.Muon` adjusts it."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return lr * 0.2 * math.sqrt(max(m, n))
-    return lr * math.sqrt(max(1, m / n))
 
 
 class Muon(torch.optim.Optimizer):
@@ -509,16 +306,12 @@ class Muon(torch.optim.Optimizer):
     ):
         self._dedicated, self._replicate_async = _require_dedicated(model, "Muon"), replicate_async
         self._dedicated.invalidate()  # a backward that raised may have left full matrices in the modules
-        for p in self._dedicated.params.values():
-            p.adopt()
-        self._muon_defaults = dict(
-            lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn,
-            ns_backend=ns_backend, ns_steps=ns_steps, ns_coefficients=ns_coefficients, ns_dtype=ns_dtype, eps=eps,
-        )
-        _check_muon_options(self._muon_defaults)
-        self._adamw = torch.optim.AdamW(
-            [{"params": []}], lr=adamw_lr, betas=adamw_betas, eps=adamw_eps, weight_decay=adamw_weight_decay
-        )
+        self._dedicated.adopt()
+        self._muon_defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, eps=eps,
+                                   adjust_lr_fn=adjust_lr_fn, ns_backend=ns_backend, ns_steps=ns_steps,
+                                   ns_coefficients=ns_coefficients, ns_dtype=ns_dtype)
+        check_muon_options(self._muon_defaults)
+        self._adamw = torch.optim.AdamW([{"params": []}], adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         matrices = [p for p in model.parameters() if hasattr(p, "_dedicated_owner_rank")]
         others = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
         _check_sharded(others, self._dedicated)
@@ -539,7 +332,7 @@ class Muon(torch.optim.Optimizer):
                 defaults = self._muon_defaults if family == "muon" else self._adamw.defaults
                 group = {**defaults, **param_group, "params": members, "family": family}
                 if family == "muon":
-                    _check_muon_options(group)
+                    check_muon_options(group)
                 super().add_param_group(group)
 
     @torch.no_grad()
@@ -583,29 +376,10 @@ class Muon(torch.optim.Optimizer):
         """One owned matrix, by the formulas of `torch.optim.Muon`; p (..., m, n), e.g. (3072, 768)."""
         update = self._direction(p, group)
         options = (group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
-        if sharded_dim(p) is not None:
-            update = local(tensor_parallel_newton_schulz(update, *options, norm))
-        else:
-            orthogonalise = gram_newton_schulz if group["ns_backend"] == "gram" else newton_schulz
-            update = orthogonalise(local(update), *options)
+        update = orthogonalise(update, group["ns_backend"], *options, norm=norm)
         lr = float(group["lr"])
-        adjusted = _adjusted_lr(lr, group["adjust_lr_fn"], *p.shape[-2:])  # by the shape of the whole matrix
+        adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *p.shape[-2:])  # by the shape of the whole matrix
         local(p).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-adjusted)
-
-
-def _check_muon_options(options: dict) -> None:
-    for name in ("lr", "weight_decay", "eps"):
-        if not options[name] >= 0:
-            raise ValueError(f"Muon: {name} must be >= 0, not {options[name]}")
-    if not 0 <= options["momentum"] < 1:
-        raise ValueError(f"Muon: momentum must be in [0, 1), not {options['momentum']}")
-    newton_schulz(
-        torch.ones(1, 1), options["ns_coefficients"], options["ns_steps"], options["eps"], options["ns_dtype"]
-    )  # here, on every rank: in a step only the owners would see what it refuses
-    choices = {"adjust_lr_fn": (None, "original", "match_rms_adamw"), "ns_backend": ("gram", "direct")}
-    for name, known in choices.items():
-        if options[name] not in known:
-            raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")
 
 
 def _check_sharded(others: list[nn.Parameter], dedicated: DedicatedModel) -> None:
@@ -624,7 +398,35 @@ def _check_sharded(others: list[nn.Parameter], dedicated: DedicatedModel) -> Non
                              f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
 
 
-# ----------------------------------------------------------------------------------------------- clipping
+# ------------------------------------------------------------------------------------ accumulation and clipping
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside keep their gradients on this rank; the next one outside reduces the sum, of both families.
+
+    Gradient accumulation with one reduce a step; dividing the loss by the number of micro-batches is the caller's. What
+    counts is where the backward runs, not where the forward did. In return every rank holds a whole gradient of every
+    matrix, in the dtype of the reduce, and in Z2 also the whole matrices, which are then broadcast once a step. As in
+    FSDP2, whose `set_requires_gradient_sync` it calls, `zero_grad` does not clear what waits.
+
+    Args:
+        model: a model that went through `dedicate_params` and `fully_shard`. Contexts nest.
+    """
+    dedicated = _require_dedicated(model, "no_sync")
+    before = dedicated.syncs
+
+    def set_sync(syncs: bool) -> None:
+        dedicated.syncs = syncs
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(syncs, recurse=False)
+
+    set_sync(False)
+    try:
+        yield
+    finally:
+        set_sync(before)
 
 
 @torch.no_grad()
@@ -652,18 +454,276 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
     norm_type = float(norm_type)
     if norm_type == 0:
         raise ValueError("clip_grad_norm_: norm_type is 0; expected 2.0, 1.0, infinity or another order")
-    gradients, counted = [], []
-    for p in (p for p in model.parameters() if p.grad is not None):
-        gradients.append(local(p.grad))
-        if gradients[-1].numel() and dedicated.mesh.counts(p):
-            counted.append(gradients[-1])
-    norm = torch.nn.utils.get_total_norm(counted, norm_type).to(dedicated.mesh.device, torch.float64)
-    for group in dedicated.mesh.groups():
-        norms = [torch.empty_like(norm) for _ in range(group.size())]
-        dist.all_gather(norms, norm, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
-        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    with_gradient = [p for p in model.parameters() if p.grad is not None]
+    norm = total_norm(with_gradient, dedicated.mesh, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
-    if gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if with_gradient:
+        torch._foreach_mul_([local(p.grad) for p in with_gradient], (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm if any(p.dtype == torch.float64 for p in model.parameters()) else norm.float()
+
+
+# -------------------------------------------------------------------------------------------------- state dicts
+
+
+def _reshard_fsdp(model: nn.Module) -> None:
+    """After a forward without a backward FSDP2 may still show whole parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class _StateDicts:
+    """Hooks that make `state_dict` give what this rank owns, and `load_state_dict` take that or an ordinary state dict.
+
+    In a state dict are the matrices that this rank owns and its shards of what FSDP2 has, by FQN without wrappers.
+    `load_state_dict` is called by all ranks of the mesh: each is given what its own state dict has, or more, for
+    example the whole of a plain model's, of which it takes its part. Names that are missing on the rank that needs them
+    or that nobody knows are reported on every rank; a wrong shape is an error before anything is written.
+    """
+
+    def __init__(self, model: nn.Module, dedicated: DedicatedModel):
+        self.model, self.dedicated, self.outermost = model, dedicated, None
+        self.matrices = {holder: p for p in dedicated.params.values() for holder in p.holders}
+        for module in model.modules():
+            module.register_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
+            module.register_state_dict_post_hook(partial(self.after_state_dict))  # torch marks it: no bound method
+            module.register_load_state_dict_pre_hook(self.before_load)
+            module.register_load_state_dict_post_hook(self.after_load)
+
+    def after_state_dict(self, module: nn.Module, state_dict: dict, prefix: str, _: dict) -> None:
+        for name in module._parameters:
+            p = self.matrices.get((module, name))
+            if p and not p.is_owner:
+                state_dict.pop(prefix + name, None)
+        if not prefix:
+            for key in [key for key in state_dict if clean(key) != key]:
+                state_dict[clean(key)] = state_dict.pop(key)
+
+    def before_load(self, module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
+        """At the outermost module: give every entry the name and the form that torch's own loading expects there."""
+        if prefix and module is not self.model:
+            return
+        self.dedicated.settle()
+        self.dedicated.finish_replicate_broadcasts()
+        _reshard_fsdp(self.model)
+        self.outermost, given, wrong = module, {clean(key): key for key in state_dict}, []
+        for full_name, holder, name, tensor in named_state(module, prefix.rstrip(".")):
+            key = full_name.replace("_checkpoint_wrapped_module.", "")  # whose own hook puts it in again
+            if clean(key) in given:
+                state_dict[key] = state_dict.pop(given[clean(key)])
+            value, p = state_dict.get(key), self.matrices.get((holder, name))
+            if isinstance(value, Tensor) and value.shape != (p or tensor).shape:
+                wrong.append(f"size mismatch for {clean(key)}: {tuple(value.shape)} in the state dict, "
+                             f"{tuple((p or tensor).shape)} in the model")
+            elif p and not p.is_owner:
+                state_dict[key] = tensor  # a placeholder, or the owner's value comes afterwards
+            elif isinstance(tensor, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                value = value.to(tensor.device)
+                state_dict[key] = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        wrong = union(wrong, self.dedicated.mesh.groups(), self.dedicated.mesh.device)
+        if wrong:
+            lines = "\n\t".join(wrong)
+            raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{lines}")
+
+    def after_load(self, module: nn.Module, incompatible_keys: tuple[list[str], list[str]]) -> None:
+        if module is self.outermost:
+            self.outermost = None
+            for keys in incompatible_keys:  # torch raises by them, or returns them
+                keys[:] = union(map(clean, keys), self.dedicated.mesh.groups(), self.dedicated.mesh.device)
+            self.dedicated.refresh()
+
+
+def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool = True) -> dict[str, Tensor]:
+    """Whole weights and buffers by FQN, as a plain model's `state_dict`: it loads there, and here.
+
+    Every rank of the mesh calls it; one tensor at a time is whole on the ranks. `save_checkpoint` needs no gather.
+
+    Args:
+        model: a model that went through `dedicate_params` and `fully_shard`.
+        cpu_offload: the result is on the CPU, else on the model's device.
+        rank0_only: ranks other than global rank 0 get an empty dict.
+    """
+    dedicated, state = _require_dedicated(model, "full_state_dict"), {}
+    _reshard_fsdp(model)
+    matrices = {holder for p in dedicated.params.values() for holder in p.holders}
+    for fqn, holder, name, _ in [*named_state(model)]:
+        with unshard(holder) if (holder, name) in matrices else nullcontext():
+            tensor = holder._parameters.get(name, holder._buffers.get(name)).detach()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if not rank0_only or dist.get_rank() == 0:
+                state[clean(fqn)] = whole.to("cpu" if cpu_offload else whole.device, copy=True)
+    return state
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int,
+                    keep: int | None = None) -> Path:
+    """Write weights, optimizer state, step and random number generators to `folder/step_00000120`, from all ranks.
+
+    Each rank writes what it owns, without a gather, by `torch.distributed.checkpoint`, which needs numpy. The entries
+    are named by FQN and know nothing of ranks and owners: any other mesh loads them. They are written to
+    `step_00000120.part`, which is renamed when all is on disk. `dcp_to_torch_save` makes an ordinary file of it, whose
+    entry "model" a plain model loads.
+
+    Args:
+        folder: of all checkpoints of a run, on a disk that all ranks share.
+        model, optimizer: any that FSDP2 has sharded, dedicated or not; the optimizer's parameters are the model's.
+        step: how many steps are done.
+        keep: afterwards delete all but that many of the newest checkpoints; None: delete none.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        RuntimeError: on every rank, with the reason, if one cannot write; earlier checkpoints are as they were.
+        ImportError: without numpy.
+    """
+    dcp, device, is_first = _checkpoint_library(), next(model.parameters()).device, dist.get_rank() == 0
+    final = Path(folder) / f"step_{step:08d}"
+    part, fqns = final.with_suffix(".part"), {p: clean(fqn) for fqn, p in model.named_parameters()}
+    state = {"model": model.state_dict(), "optimizer": {fqns[p]: values for p, values in optimizer.state.items()},
+             "groups": _groups(optimizer), "step": step, "rng": random_states(device)}
+    try:
+        with together("save_checkpoint", device):
+            if is_first:
+                shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
+                part.mkdir(parents=True)
+        _call_dcp(dcp.save, state, part)
+        with together("save_checkpoint", device):
+            if is_first:
+                if final.exists():
+                    final.rename(final.with_suffix(".old"))
+                part.rename(final)
+                found = _newest_first(final.parent)
+                whole = [path for path in found if path.suffix != ".part" and (path / ".metadata").exists()]
+                for path in found[found.index(whole[keep - 1]) + 1 :] if keep and len(whole) >= keep else []:
+                    shutil.rmtree(path)
+    except Exception as error:
+        if is_first:
+            shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
+        raise RuntimeError(f"save_checkpoint: cannot write '{final}' ({error}); earlier ones are intact") from error
+    return final
+
+
+@torch.no_grad()
+def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Take over what `save_checkpoint` wrote, on any number of ranks in any mesh; return its step.
+
+    On the same mesh training goes on to the same bits. Groups of the optimizer get the options that they were saved
+    with, rates included, as by torch's `load_state_dict`. Rank r takes the random state of rank r modulo their number.
+
+    Args:
+        path: a checkpoint, or a folder of checkpoints: then the newest that is complete; others are skipped with a line
+            to the logger "dmuon".
+        model, optimizer: as for `save_checkpoint`, on a real device.
+
+    Raises:
+        FileNotFoundError: on every rank; there is no complete checkpoint.
+        ValueError: on every rank and before anything is changed; the checkpoint is of another model or optimizer, or
+            ranks see different ones.
+    """
+    dcp, device, dedicated = _checkpoint_library(), next(model.parameters()).device, _dedicated(model)
+    with together("load_checkpoint", device) as said:
+        folder, saved = _find_checkpoint(Path(path))
+        said.append(str(folder.resolve()))
+        _check_names(folder, saved, model, dedicated)
+    rng = {name: torch.empty(saved[f"rng.{name}"].size, dtype=torch.uint8) for name in ("cpu", device.type)
+           if f"rng.{name}" in saved}
+    state = {"step": 0, "rng": rng, "groups": ()}
+    _call_dcp(dcp.load, state, folder)
+    options = [[group.keys() - {"initial_lr"} for group in groups] for groups in (state["groups"], _groups(optimizer))]
+    if options[0] != options[1]:  # a scheduler's rate aside
+        raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is of another optimizer")
+    values = _empty_state(saved, model, dedicated)
+    _call_dcp(dcp.load, {"model": model.state_dict(), "optimizer": values}, folder)  # in place
+    optimizer.state.clear()
+    optimizer.state.update({p: values[clean(fqn)] for fqn, p in model.named_parameters() if clean(fqn) in values})
+    for group, options in zip(optimizer.param_groups, state["groups"]):
+        group.update(options)
+    if dedicated:
+        dedicated.refresh()
+    for name, states in rng.items():
+        own = states[dist.get_rank() % len(states)].clone()  # torch crashes on a view
+        torch.set_rng_state(own) if name == "cpu" else torch.cuda.set_rng_state(own)
+    return state["step"]
+
+
+def _checkpoint_library():
+    """`torch.distributed.checkpoint`, imported where it is used: training needs neither it nor numpy."""
+    if importlib.util.find_spec("numpy") is None:
+        raise ImportError("checkpoints need numpy, for torch.distributed.checkpoint: pip install numpy")
+    return importlib.import_module("torch.distributed.checkpoint")
+
+
+def _call_dcp(function: Callable, state: dict, folder: Path) -> None:
+    """Call dcp, which tells every rank of the others' failures, but by a BaseException."""
+    try:
+        function(state, checkpoint_id=folder)
+    except _checkpoint_library().CheckpointException as error:
+        reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+        raise RuntimeError(f"'{folder}': {reasons}") from error
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> tuple[dict, ...]:
+    """The groups' options; a tuple, which dcp saves as one object."""
+    plain = lambda value: value.item() if isinstance(value, Tensor) else value
+    return tuple({key: plain(group[key]) for key in group.keys() - {"params"}} for group in optimizer.param_groups)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Checkpoints, torn ones too, by the time when they were written."""
+    files = {path: path / ".metadata" for path in folder.glob("step_*")}  # which dcp writes last
+    times = {path: (file if file.exists() else path).stat().st_mtime_ns for path, file in files.items()}
+    return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
+
+
+def _find_checkpoint(path: Path) -> tuple[Path, dict]:
+    """The newest complete checkpoint, or `path` itself; dcp's description of its entries, by name."""
+    dcp, reasons = _checkpoint_library(), []
+    for candidate in _newest_first(path) or [path]:
+        try:
+            if candidate.suffix == ".part":
+                raise ValueError("the run ended while it was written")
+            metadata = dcp.FileSystemReader(candidate).read_metadata()
+            for info in metadata.storage_data.values():
+                if (candidate / info.relative_path).stat().st_size < info.offset + info.length:
+                    raise ValueError(f"{info.relative_path} is too short")
+            if "step" not in metadata.state_dict_metadata:
+                raise ValueError("save_checkpoint has not written it")
+        except Exception as error:
+            reasons.append(f"'{candidate}' is no complete checkpoint: {error}")
+            continue
+        for reason in reasons if dist.get_rank() == 0 else []:
+            logging.getLogger("dmuon").warning("skipped: %s", reason)
+        return candidate, metadata.state_dict_metadata
+    raise FileNotFoundError("load_checkpoint: " + "; ".join(reasons))
+
+
+def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: DedicatedModel | None) -> None:
+    ours = {clean(fqn): tuple(tensor.shape) for fqn, _, _, tensor in named_state(model)}
+    ours |= {fqn: tuple(p.shape) for fqn, p in dedicated.params.items()} if dedicated else {}
+    entries = {name.removeprefix("model."): entry for name, entry in saved.items() if name.startswith("model.")}
+    theirs = {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+    problems = [f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {ours.get(name, 'nothing')} in the model"
+                for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"load_checkpoint: '{folder}' is of another model; {'; '.join(problems[:5])}{more}")
+
+
+def _empty_state(saved: dict, model: nn.Module, dedicated: DedicatedModel | None) -> dict[str, dict]:
+    """{FQN: {key: tensor}} to load this rank's part of an optimizer's state into."""
+    params, state = {clean(fqn): p for fqn, p in model.named_parameters()}, {}
+    for p in dedicated.params.values() if dedicated else []:
+        if not p.is_owner:
+            del params[p.fqn]
+    for name, entry in saved.items():
+        fqn, _, key = name.removeprefix("optimizer.").rpartition(".")
+        if name.startswith("optimizer.") and fqn in params:
+            dtype, is_whole = entry.properties.dtype, entry.size == params[fqn].shape
+            empty = torch.zeros_like(params[fqn], dtype=dtype) if is_whole else torch.zeros(entry.size, dtype=dtype)
+            state.setdefault(fqn, {})[key] = empty.detach()  # AdamW's count of steps is on the CPU
+    return state

@@ -54,9 +54,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
-from hsdp import Slot, SlotMesh, TwoStageReduce, local, replicate_broadcasts, split, start_broadcast, wait
+from hsdp import DedicatedParam, SlotMesh, TwoStageReduce, local, names, replicate, replicate_broadcasts, split
+from hsdp import start_broadcast, wait
 
 PREFETCH = True  # issue the next boundary's broadcast while this one computes; off only to measure what it brings
 
@@ -78,72 +78,12 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 # end, with zeros for what had no gradient. Between those points nothing blocks on a reduce: a peer may be unable to
 # launch its own before the end of its backward.
 
-
-
 class BufferState(Enum):
     """Where the bytes of a boundary's packed buffers are. All buffers of one boundary change state together."""
 
     SHARDED = auto()  # no storage; the matrices exist at their owners only
     IN_FLIGHT = auto()  # no storage yet; the broadcast into the tensor beside it must be waited for
     UNSHARDED = auto()  # storage exists and holds the full matrices; `hide` may have taken them from the modules
-
-
-class DedicatedParam:
-    """One matrix with one owner: the two parameter objects that stand for it, and the modules that hold it.
-
-    `sharded` is what modules and optimizers hold between steps: in the owner's shard column the whole matrix in the
-    parameter's own dtype (owned data), elsewhere a placeholder without elements. `full` is a view of the packed buffer,
-    on every rank. With tensor parallelism (TP) all of this is about this TP rank's shard, and both are DTensors.
-
-    Args:
-        fqn: fully qualified name, as in `model.named_parameters()`, without wrapper prefixes.
-        holders: every (module, attribute name) that holds the parameter; more than one when it is tied.
-        slot: the owner's.
-        mesh: this rank's place in the mesh; its device is where the matrix lives, but meta parameters stay on meta.
-    """
-
-    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], slot: Slot, mesh: SlotMesh):
-        self.fqn, self.holders, self.slot, self.mesh = fqn, holders, slot, mesh
-        self.in_column, self.is_owner = slot[0] == mesh.slot[0], slot == mesh.slot
-        held = holders[0][0]._parameters[holders[0][1]]
-        self.shape, self.stride, self.placements = held.shape, held.stride(), getattr(held, "placements", None)
-        self.local_shape, self.numel = local(held).shape, local(held).numel()
-        # `full` is made at the first unshard; `resting`, what modules hold else, is `sharded` but in `dmuon.unshard`
-        self.full = self.resting = None
-        self.adopt()
-
-    def wrap(self, shard: Tensor) -> Tensor:
-        """The like of `sharded` or `full` from what this rank has of it: with TP a DTensor, else the tensor itself."""
-        how = dict(run_check=False, shape=self.shape, stride=self.stride)
-        return DTensor.from_local(shard, self.mesh.tp_mesh, self.placements, **how) if self.placements else shard
-
-    def hold(self, parameter: nn.Parameter) -> None:
-        """Make this object the attribute of every holder, past a module's own `__setattr__`."""
-        for module, name in self.holders:
-            module._parameters[name] = parameter
-
-    def adopt(self) -> None:
-        """Take over what the module holds: at first, and when `to_empty` or an assignment replaced it."""
-        held = self.holders[0][0]._parameters[self.holders[0][1]]
-        if held is self.full or held is self.resting:
-            self.resting._dedicated_owner_rank = self.slot  # `.to()`, `to_empty` keep a DTensor, but not its mark
-            return
-        problem = f"dedicated parameter '{self.fqn}' of shape {tuple(self.shape)} has become a {type(held).__name__}"
-        if isinstance(held, DTensor) and held.device_mesh != self.mesh.tp_mesh:
-            raise RuntimeError(f"{problem}: FSDP2 sharded it. Call dmuon.dedicate_params before fully_shard")
-        like = isinstance(held, nn.Parameter) and (tuple(held.shape), getattr(held, "placements", None))
-        if not like or like != (self.shape, self.placements) and (self.in_column or held.numel()):
-            raise RuntimeError(f"{problem} {like or ''}: assign an nn.Parameter of the old shape and placements")
-        held._dedicated_owner_rank = self.slot
-        device = held.device if held.is_meta else self.mesh.device
-        if self.in_column:
-            held.data = held.data.to(device)
-        elif held.numel():
-            placeholder = nn.Parameter(torch.empty(0, dtype=held.dtype, device=device), held.requires_grad)
-            placeholder.__dict__.update(held.__dict__)  # marks that the user's code may look for, and ours
-            held = placeholder
-        self.sharded = self.resting = held
-        self.hold(held)
 
 
 class PackedBuffer:
@@ -158,6 +98,7 @@ class PackedBuffer:
     def __init__(self, params: list[DedicatedParam], model: DedicatedModel, on_gradient: Callable):
         self.params, self.mesh = params, model.mesh
         dtype = model.mp_policy.param_dtype or params[0].sharded.dtype
+        self.reduce_dtype = model.mp_policy.reduce_dtype or dtype
         self.landing: Tensor | None = None  # of a broadcast in flight
         with torch.inference_mode(False):  # a buffer born in inference mode could never be saved for a backward
             self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=self.mesh.device)
@@ -176,7 +117,7 @@ class PackedBuffer:
     def land(self) -> None:
         """Wait, and give the buffer its bytes. See [Note: storage resize and the version counter]."""
         if self.landing is not None:
-            wait(self.broadcasts)
+            wait(self.broadcasts, f"broadcast of {names(self.params)} from shard {self.params[0].slot[0]}")
             self.buffer.untyped_storage().resize_(self.buffer.nbytes)
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.buffer):
                 self.buffer.copy_(self.landing)
@@ -185,6 +126,14 @@ class PackedBuffer:
     def free(self) -> None:
         self.land()  # a broadcast in flight must end first
         self.buffer.untyped_storage().resize_(0)
+
+    def accumulate(self, keep: bool) -> None:
+        """Instead of 8: the gradients stay on this rank. `keep=False` drops them, and earlier micro-batches' too."""
+        for p in self.params:
+            if keep:
+                p.accumulate(self.reduce_dtype)
+            else:
+                p.full.grad = p.waiting = None
 
 
 class Boundary:
@@ -255,9 +204,12 @@ class Backward:
     """
 
     def __init__(self, task_id: int, model: DedicatedModel):
-        self.task_id, self.model = task_id, model
+        self.task_id, self.model, self.syncs = task_id, model, model.syncs
         self.broadcasts = list(reversed(model.completed))  # the last boundary to end is the first to be needed
         self.reduces = list(reversed(model.entered))  # the first boundary to start has its gradients last
+        if self.syncs:  # what micro-batches under `no_sync` ran, and this one did not
+            self.reduces += [boundary for boundary in model.waiting if boundary not in model.entered]
+            model.waiting = {}
         self.broadcast_cursor = self.reduce_cursor = 0
         self.missing = {boundary: boundary.trainable() for boundary in self.reduces}  # gradients yet to come
         self.seen: set[Boundary] = set()
@@ -271,8 +223,9 @@ class Backward:
         self.seen.add(boundary)
         while self.done:  # not when the last gradient came: the inputs' may have needed the matrix after that
             self.done.pop().reshard()
-        if boundary not in self.missing:  # the user kept this graph from before the last backward
+        if boundary not in self.broadcasts:  # the user kept this graph from before the last backward
             self.broadcasts.append(boundary)
+        if boundary not in self.missing:
             self.reduces.append(boundary)
             self.missing[boundary] = boundary.trainable()
         position = self.broadcasts.index(boundary)
@@ -286,9 +239,9 @@ class Backward:
         self.enter(boundary)
         self.missing[boundary] -= 1
         if self.missing[boundary] == 0:
-            if boundary.trainable() == len(boundary.params):  # a frozen matrix may be needed until the end
-                self.done.append(boundary)
-            while self.reduce_cursor < len(self.reduces) and self.missing[self.reduces[self.reduce_cursor]] == 0:
+            if boundary.trainable() == len(boundary.params) and not self._keeps_buffers():
+                self.done.append(boundary)  # a frozen matrix may be needed until the end
+            while self.syncs and self._next_reduce_is_ready():
                 self._issue_reduce()
             all(reduction.advance() for reduction in self.in_flight)  # in order: not past one that has to wait
             while self.in_flight and self.in_flight[0].is_completed():  # makes room
@@ -300,14 +253,25 @@ class Backward:
         `keep=False` after an exception: the collectives still pair with the peers', the gradients are dropped.
         """
         self._issue_broadcasts(len(self.broadcasts))
-        while self.reduce_cursor < len(self.reduces):
+        while self.syncs and self.reduce_cursor < len(self.reduces):
             self._issue_reduce()
-        self.model.invalidate()
+        self.model.invalidate(resident=keep and self._keeps_buffers())
         for reduction in self.in_flight:
             reduction.start_stage_two()
         for reduction in self.in_flight:
             reduction.finish(keep)
+        if not self.syncs:
+            self.model.waiting.update(dict.fromkeys(self.reduces))
+            for buffer in (buffer for boundary in self.reduces for buffer in boundary.buffers):
+                buffer.accumulate(keep)
         self.model.backward, self.model.spent = None, True
+
+    def _keeps_buffers(self) -> bool:
+        """Z2 under `no_sync`: the next micro-batch finds the weights there."""
+        return not self.syncs and not self.model.reshard_after_forward
+
+    def _next_reduce_is_ready(self) -> bool:
+        return self.reduce_cursor < len(self.reduces) and self.missing[self.reduces[self.reduce_cursor]] == 0
 
     def _issue_broadcasts(self, end: int) -> None:
         """5 refill: those before position `end` of the order that have not been issued."""
@@ -320,8 +284,7 @@ class Backward:
         for buffer in self.reduces[self.reduce_cursor].buffers:
             trained = [p for p in buffer.params if p.full.requires_grad]
             if trained:
-                dtype = self.model.mp_policy.reduce_dtype or buffer.buffer.dtype
-                self.in_flight.append(TwoStageReduce(trained, dtype, self.model.mesh))
+                self.in_flight.append(TwoStageReduce(trained, buffer.reduce_dtype, self.model.mesh))
         self.reduce_cursor += 1
 
 
@@ -349,6 +312,9 @@ class DedicatedModel:
         self.completed: dict[Boundary, None] = {}  # the same, by their last end
         self.spent = False  # a backward has used the two orders: the next forward records new ones
         self.backward: Backward | None = None
+        self.syncs = True  # a backward reduces; False inside `no_sync`
+        self.waiting: dict[Boundary, None] = {}  # boundaries with gradients that have not been reduced
+        self.resident = False  # Z2: buffers are kept for the next micro-batch
         for boundary in self.boundaries:
             boundary.module.register_forward_pre_hook(partial(self.pre_forward, boundary))
             boundary.module.register_forward_hook(partial(self.post_forward, boundary), always_call=True)
@@ -385,9 +351,9 @@ class DedicatedModel:
                 self._release(unused)
 
     def _release(self, boundary: Boundary) -> None:
-        """Z3 frees the buffers; Z2 keeps those that a backward will need."""
-        keep = not self.reshard_after_forward and boundary in self.entered and not self.spent
-        boundary.hide() if keep else boundary.reshard()
+        """Z3 frees the buffers; Z2 keeps those that a backward, or under `no_sync` a forward, will need."""
+        needed = self.resident or boundary in self.entered and not self.spent
+        boundary.hide() if needed and not self.reshard_after_forward else boundary.reshard()
 
     def _begin_forward(self, boundary: Boundary) -> None:
         """The outermost boundary starts. What an exception left behind, in forward or backward, ends here."""
@@ -396,8 +362,7 @@ class DedicatedModel:
             self.entered, self.completed, self.spent = {}, {}, False
         for stale in self.boundaries:
             self._release(stale)
-        for p in self.params.values():
-            p.adopt()
+        self.adopt()
         self.forward_root, self.expected, self.calls = boundary, self.calls, []
 
     def settle(self) -> None:
@@ -422,10 +387,22 @@ class DedicatedModel:
         """A gradient has reached an output of the boundary."""
         self.current_backward().enter(boundary)
 
-    def invalidate(self) -> None:
-        """Free every buffer: the backward is over, or the weights have changed."""
+    def invalidate(self, resident: bool = False) -> None:
+        """Free every buffer: the backward is over, or the weights have changed. `resident`: only hide them."""
+        self.resident = resident
         for boundary in self.boundaries:
-            boundary.reshard()
+            boundary.hide() if resident else boundary.reshard()
+
+    def adopt(self) -> None:
+        """The modules may hold other parameters than before."""
+        for p in self.params.values():
+            p.adopt()
+
+    def refresh(self) -> None:
+        """Owned data were loaded: nothing that has copies of them may keep the old ones."""
+        self.adopt()
+        replicate(self.params.values(), self.mesh)
+        self.invalidate()
 
     def start_replicate_broadcasts(self) -> None:
         """After a step: the owners' new weights set out to their replicate peers, in model order."""

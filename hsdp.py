@@ -37,13 +37,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 Slot = tuple[int, int]  # (shard, replicate) coordinate of an owner; replicate is 0 on a 1-D mesh
@@ -75,11 +76,11 @@ class SlotMesh:
     def __init__(self, device: torch.device, shard_group: dist.ProcessGroup,
                  replicate_group: dist.ProcessGroup | None = None, tp_mesh: DeviceMesh | None = None):
         # Never FSDP2's groups: two libraries do not agree on one order of collectives, see hooks.py
-        self.broadcast_group = _own_group(shard_group, "dmuon_broadcast")
-        self.reduce_group = _own_group(shard_group, "dmuon_reduce")
+        self.broadcast_group = _own_group(shard_group, "dmuon_broadcast", device)
+        self.reduce_group = _own_group(shard_group, "dmuon_reduce", device)
         self.num_shards, self.num_replicas, replicate = shard_group.size(), 1, 0
         if replicate_group is not None:
-            self.replicate_group = _own_group(replicate_group, "dmuon_replicate")
+            self.replicate_group = _own_group(replicate_group, "dmuon_replicate", device)
             self.num_replicas, replicate = replicate_group.size(), replicate_group.rank()
         self.slot: Slot = (shard_group.rank(), replicate)
         self.device, self.tp_mesh = device, tp_mesh
@@ -104,6 +105,78 @@ class SlotMesh:
         return not any(coordinates)
 
 
+class DedicatedParam:
+    """One matrix with one owner: the two parameter objects that stand for it, and the modules that hold it.
+
+    `sharded` is what modules and optimizers hold between steps: in the owner's shard column the whole matrix in the
+    parameter's own dtype (owned data), elsewhere a placeholder without elements. `full` is a view of the packed buffer,
+    on every rank. With tensor parallelism (TP) all of this is about this TP rank's shard, and both are DTensors.
+
+    Args:
+        fqn: fully qualified name, as in `model.named_parameters()`, without wrapper prefixes.
+        holders: every (module, attribute name) that holds the parameter; more than one when it is tied.
+        slot: the owner's.
+        mesh: this rank's place in the mesh; its device is where the matrix lives, but meta parameters stay on meta.
+    """
+
+    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], slot: Slot, mesh: SlotMesh):
+        self.fqn, self.holders, self.slot, self.mesh = fqn, holders, slot, mesh
+        self.in_column, self.is_owner = slot[0] == mesh.slot[0], slot == mesh.slot
+        held = holders[0][0]._parameters[holders[0][1]]
+        self.shape, self.stride, self.placements = held.shape, held.stride(), getattr(held, "placements", None)
+        self.local_shape, self.numel = local(held).shape, local(held).numel()
+        # `full` is made at the first unshard; `resting`, what modules hold else, is `sharded` but in `dmuon.unshard`
+        self.full = self.resting = None
+        self.waiting: Tensor | None = None  # gradients that `no_sync` has kept from the reduce, local to this rank
+        self.adopt()
+
+    def wrap(self, shard: Tensor) -> Tensor:
+        """The like of `sharded` or `full` from what this rank has of it: with TP a DTensor, else the tensor itself."""
+        how = dict(run_check=False, shape=self.shape, stride=self.stride)
+        return DTensor.from_local(shard, self.mesh.tp_mesh, self.placements, **how) if self.placements else shard
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Make this object the attribute of every holder, past a module's own `__setattr__`."""
+        for module, name in self.holders:
+            module._parameters[name] = parameter
+
+    def adopt(self) -> None:
+        """Take over what the module holds: at first, and when `to_empty` or an assignment replaced it."""
+        held = self.holders[0][0]._parameters[self.holders[0][1]]
+        if held is self.full or held is self.resting:
+            self.resting._dedicated_owner_rank = self.slot  # `.to()`, `to_empty` keep a DTensor, but not its mark
+            return
+        problem = f"dedicated parameter '{self.fqn}' of shape {tuple(self.shape)} has become a {type(held).__name__}"
+        if isinstance(held, DTensor) and held.device_mesh != self.mesh.tp_mesh:
+            raise RuntimeError(f"{problem}: FSDP2 sharded it. Call dmuon.dedicate_params before fully_shard")
+        like = isinstance(held, nn.Parameter) and (tuple(held.shape), getattr(held, "placements", None))
+        if not like or like != (self.shape, self.placements) and (self.in_column or held.numel()):
+            raise RuntimeError(f"{problem} {like or ''}: assign an nn.Parameter of the old shape and placements")
+        held._dedicated_owner_rank = self.slot
+        device = held.device if held.is_meta else self.mesh.device
+        if self.in_column:
+            held.data = held.data.to(device)
+        elif held.numel():
+            placeholder = nn.Parameter(torch.empty(0, dtype=held.dtype, device=device), held.requires_grad)
+            placeholder.__dict__.update(held.__dict__)  # marks that the user's code may look for, and ours
+            held = placeholder
+        self.sharded = self.resting = held
+        self.hold(held)
+
+    def take_gradient(self) -> Tensor | None:
+        """What autograd has left on `full`, in the placements of `sharded`: this rank's part of it; None: nothing."""
+        gradient, self.full.grad = self.full.grad, None
+        if isinstance(gradient, DTensor):  # tensor parallelism may have left it partial, or placed elsewhere
+            gradient = gradient.redistribute(placements=self.placements)
+        return None if gradient is None else local(gradient)
+
+    def accumulate(self, dtype: torch.dtype) -> None:
+        """After a backward under `no_sync`: add the gradient to those that wait for a reduce, in its dtype."""
+        gradient = self.take_gradient()
+        if gradient is not None:
+            self.waiting = gradient.to(dtype) if self.waiting is None else self.waiting.add_(gradient)
+
+
 class TwoStageReduce:
     """Gradients of one boundary and one shard column on their way from `full.grad` to `sharded.grad` at their owners.
 
@@ -117,18 +190,18 @@ class TwoStageReduce:
         self.params, self.mesh = params, mesh
         self.flat = torch.zeros(sum(p.numel for p in params), dtype=dtype, device=mesh.device)
         for p, view in zip(params, split(self.flat, params)):
-            gradient, p.full.grad = p.full.grad, None
+            if p.waiting is not None:
+                p.accumulate(dtype)
+            gradient, p.waiting = p.take_gradient() if p.waiting is None else p.waiting, None
             if gradient is not None:  # else zeros: this rank's data have not used the matrix
-                if isinstance(gradient, DTensor):  # tensor parallelism may have left it partial, or placed elsewhere
-                    gradient = gradient.redistribute(placements=p.full.placements)
-                view.copy_(local(gradient))
+                view.copy_(gradient)
         self.stage_one = start_average(self.flat, mesh.reduce_group, params[0].slot[0])
         self.stage_two: list[dist.Work] | None = None  # not yet
 
     def start_stage_two(self) -> None:
         """Wait for stage one; in the owners' column, one collective a slot."""
         if self.stage_two is None:
-            wait(self.stage_one)
+            wait(self.stage_one, f"reduce of {names(self.params)} to shard {self.params[0].slot[0]}")
             self.stage_two = []
             if self.mesh.num_replicas > 1 and self.params[0].in_column:
                 slots = [list(params) for _, params in itertools.groupby(self.params, lambda p: p.slot)]
@@ -150,7 +223,7 @@ class TwoStageReduce:
     def finish(self, keep: bool = True) -> None:
         """Wait; at the owner add the averages to `.grad`, as autograd would; `keep=False` drops them."""
         self.start_stage_two()
-        wait(self.stage_two)
+        wait(self.stage_two, f"reduce of {names(self.params)} over the replicas")
         for p, average in zip(self.params, split(self.flat, self.params)):
             if p.is_owner and keep:
                 if p.sharded.grad is None:  # a copy where `flat` holds other slots' gradients, too, and should go
@@ -186,7 +259,7 @@ class ReplicateBroadcast:
         Raises:
             RuntimeError: the user has written to a peer's weights after the step: one of the two would be lost.
         """
-        wait(self.works)
+        wait(self.works, f"replicate broadcast of {names(self.params)}")
         if self.is_owner:
             return
         for p, weight, version in zip(self.params, self.weights, self.versions):
@@ -218,11 +291,34 @@ def replicate(params: Iterable, mesh: SlotMesh) -> None:
 # ------------------------------------------------------------------------------------------ what all ranks agree on
 
 
-def agree(texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: torch.device,
+def check_call(**given: object) -> None:
+    """What is wrong with the call itself, the same on every rank."""
+    kinds = {"model": nn.Module, "mesh": DeviceMesh, "reshard_after_forward": bool, "mp_policy": MixedPrecisionPolicy}
+    for name, kind in kinds.items():
+        if not isinstance(given[name], kind):
+            raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
+    mesh, replicate_mesh = given["mesh"], given["replicate_mesh"]
+    if mesh.ndim > (2 if replicate_mesh is None else 1):
+        raise ValueError(
+            f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard gets, (shard,) "
+            f"or (replicate, shard), without tensor parallelism's; with replicate_mesh the 1-D shard mesh"
+        )
+    if replicate_mesh is not None:
+        if not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1:
+            raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
+        common = {*mesh.mesh.tolist()} & {*replicate_mesh.mesh.tolist()}
+        if common != {dist.get_rank()}:
+            raise ValueError(
+                f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this rank only"
+            )
+
+
+def agree(caller: str, texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: torch.device,
           failure: Exception | None) -> None:
     """Raise on every rank unless the ranks of each group hold the same text and none of the mesh has failed.
 
     Args:
+        caller: named in the error.
         texts: by dimension of the mesh, what must be equal along it, line by line.
         groups: by dimension; a small collective in each.
         device: where collectives take their tensors.
@@ -233,34 +329,57 @@ def agree(texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: t
     """
     for dimension, group in groups.items():
         found = _disagreement(f"failed: {failure}" if failure else texts[dimension], group, dimension, device)
-        failure = failure or found  # raised at the end only: the other dimensions must hear of it
+        if found and not failure:
+            failure = ValueError(f"{caller}: {found}")  # raised at the end only: the other dimensions must hear of it
     if failure:
         raise failure
 
 
-def _disagreement(text: str, group: dist.ProcessGroup, dimension: str, device: torch.device) -> ValueError | None:
+def _disagreement(text: str, group: dist.ProcessGroup, dimension: str, device: torch.device) -> str | None:
     """What differs between the texts of a group's ranks, or nothing."""
+    texts = [text.split("\n") for text in gather_texts(text, group, device)]
+    for rank, theirs in enumerate(texts):
+        if theirs[0].startswith("failed: "):
+            return f"rank {rank} of the {dimension} group " + "\n".join(theirs)
+        for i in range(max(len(theirs), len(texts[0]))):
+            ours, other = ("".join(lines[i : i + 1]) or "nothing" for lines in (texts[0], theirs))
+            if ours != other:
+                return (f"ranks disagree. Rank 0 of the {dimension} group has [{ours}], rank {rank} has [{other}]; "
+                        f"every rank must build the same model, in the same order, and pass the same arguments")
+
+
+def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Every rank's text, in the group's order; where all are equal only a hash travels."""
     data = text.encode()
     mine = torch.tensor([int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)], device=device)
     hashes = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(hashes, mine, group=group)
     if all(torch.equal(mine, other) for other in hashes):
-        return None
+        return [text] * group.size()
     padded = torch.zeros(max(int(other[1]) for other in hashes), dtype=torch.uint8, device=device)
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
     gathered = [torch.empty_like(padded) for _ in hashes]
     dist.all_gather(gathered, padded, group=group)
-    texts = [bytes(other.tolist()).rstrip(b"\0").decode().split("\n") for other in gathered]
-    for rank, theirs in enumerate(texts):
-        if theirs[0].startswith("failed: "):
-            return ValueError(f"dedicate_params: rank {rank} of the {dimension} group " + "\n".join(theirs))
-        for i in range(max(len(theirs), len(texts[0]))):
-            ours, other = ("".join(lines[i : i + 1]) or "nothing" for lines in (texts[0], theirs))
-            if ours != other:
-                return ValueError(
-                    f"dedicate_params: ranks disagree about the model. Rank 0 of the {dimension} group has [{ours}], "
-                    f"rank {rank} has [{other}]; build the same model, in the same order, on every rank"
-                )
+    return [bytes(other.tolist()).rstrip(b"\0").decode() for other in gathered]
+
+
+def union(lines: Iterable[str], groups: list[dist.ProcessGroup], device: torch.device) -> list[str]:
+    """The lines that any rank has, each once, the same list on every rank."""
+    lines = list(lines)
+    for group in groups:
+        lines = "\n".join(gather_texts("\n".join(lines), group, device)).split("\n")
+    return [line for line in dict.fromkeys(lines) if line]
+
+
+@contextmanager
+def together(caller: str, device: torch.device) -> Iterator[list[str]]:
+    """If the block raises on one rank, it raises on all, also when ranks have put unlike texts into the list."""
+    failure, said = None, []
+    try:
+        yield said
+    except Exception as error:
+        failure = error
+    agree(caller, {"world": "\n".join(said)}, {"world": dist.group.WORLD}, device, failure)
 
 
 @torch.no_grad()
@@ -270,39 +389,18 @@ def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup], devi
         if not tensor.is_meta and tensor.numel():
             data = local(tensor).to(device).contiguous()
             for group in reversed(groups):  # down the first column, then along every row
-                wait(start_broadcast(data.view(-1).view(torch.uint8), group, 0))
+                wait(start_broadcast(data.view(-1).view(torch.uint8), group, 0), "broadcast of what has no owner")
             local(tensor).copy_(data)
 
 
-def tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh of a model's DTensors: before `fully_shard` they are those of tensor parallelism.
-
-    Args:
-        parameters: (FQN, parameter) pairs.
-        data_meshes: the data-parallel meshes; their dimensions are not tensor-parallel ones.
-
-    Raises:
-        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two dimensions, or is another
-            one than that of the parameters before it.
-    """
-    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
-    found = None
-    for fqn, parameter in parameters:
-        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
-            continue
-        names = parameter.device_mesh.mesh_dim_names
-        if not names or not data_names:
-            which = "data-parallel" if names else "tensor-parallel"
-            problem = f"but the {which} mesh has no names; pass slices of one init_device_mesh(..., mesh_dim_names=...)"
-        elif data_names & {*names}:
-            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
-        elif len(names) > 1 or found is not None:
-            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
-        else:
-            found = parameter.device_mesh
-            continue
-        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over {names or 'a mesh'}, {problem}")
-    return found
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """{kind of device: (ranks, bytes)}, on the CPU."""
+    states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+    for name, own in states.items():
+        rows = [torch.empty_like(own, device=device) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, own.to(device))
+        states[name] = torch.stack(rows).cpu()
+    return states
 
 
 def checksums(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -325,6 +423,17 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 # ------------------------------------------------------------------------------------------ small pieces
 
 
+def total_norm(params: list[nn.Parameter], mesh: SlotMesh, norm_type: float) -> Tensor:
+    """Of all gradients of the model, every part of it counted once: a 0-d float64, the same on every rank."""
+    gradients = [local(p.grad) for p in params if local(p.grad).numel() and mesh.counts(p)]
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(mesh.device, torch.float64)
+    for group in mesh.groups():
+        norms = [torch.empty_like(norm) for _ in range(group.size())]
+        dist.all_gather(norms, norm, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
+
+
 def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> list[dist.Work]:
     """From the group's rank `source`, in place; no work in a group of one."""
     if group.size() == 1 or not tensor.numel():
@@ -342,9 +451,19 @@ def start_average(tensor: Tensor, group: dist.ProcessGroup, target: int) -> list
     return [dist.reduce(tensor, op=dist.ReduceOp.AVG, group=group, group_dst=target, async_op=True)]
 
 
-def wait(works: Iterable[dist.Work]) -> None:
+def wait(works: Iterable[dist.Work], what: str) -> None:
+    """Raises RuntimeError, naming the collective, when a rank has died or the group's timeout is over."""
     for work in works:
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"dmuon: the {what} did not end: another rank has died, hangs, or is elsewhere ({error})"
+            ) from error
+
+
+def names(params: list[DedicatedParam]) -> str:
+    return ", ".join(p.fqn for p in params)
 
 
 def split(flat: Tensor, params: list) -> list[Tensor]:
@@ -358,8 +477,10 @@ def local(tensor: Tensor) -> Tensor:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _own_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, group_desc=name)
+def _own_group(group: dist.ProcessGroup, name: str, device: torch.device) -> dist.ProcessGroup:
+    timeout = dist.group.WORLD._get_backend(device).options._timeout  # private: else it is torch's, half an hour
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name)
 
 
 # ------------------------------------------------------------------------------------------ the demonstration
@@ -369,24 +490,21 @@ def _demonstrate() -> None:
     """One matrix with owner slot (1, 1) on a 2 x 2 mesh: both reduces of a gradient, and the broadcast of a weight."""
     rows = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     mesh, rank = SlotMesh(torch.device("cpu"), *map(rows.get_group, ("shard", "replicate"))), dist.get_rank()
-    weight = nn.Parameter(torch.zeros(2, 3))
-    full = nn.Parameter(torch.zeros(2, 3))
-    full.grad = torch.full_like(full, rank)
-    p = SimpleNamespace(fqn="up_proj", slot=(1, 1), numel=6, local_shape=weight.shape, sharded=weight, full=full,
-                        in_column=mesh.slot[0] == 1, is_owner=mesh.slot == (1, 1), wrap=lambda tensor: tensor)
+    p = DedicatedParam("up_proj", [(nn.Linear(3, 2, bias=False), "weight")], (1, 1), mesh)
+    p.full = nn.Parameter(torch.zeros(2, 3))
+    p.full.grad = torch.full((2, 3), float(rank))
     reduce = TwoStageReduce([p], torch.float32, mesh)
-    wait(reduce.stage_one)
+    wait(reduce.stage_one, "stage one")
     stage_one = reduce.flat[0].item()
     reduce.finish()
     if p.is_owner:
-        weight.data.fill_(7)  # what a step would do
-    for broadcast in replicate_broadcasts([p], mesh):
-        broadcast.finish()
-    gradient = None if weight.grad is None else weight.grad[0, 0].item()
+        p.sharded.data.fill_(7)  # what a step would do
+    gradient = None if p.sharded.grad is None else p.sharded.grad[0, 0].item()
+    replicate([p], mesh)
     if p.in_column:
         print(f"rank {rank}, slot {mesh.slot}: stage one {stage_one:4}, gradient at the owner {gradient!s:>4}, "
-              f"weight {weight[0, 0].item()}")
-        assert stage_one == {0: 0.5, 1: 2.5}[mesh.slot[1]] and (weight == 7).all()
+              f"weight {p.sharded[0, 0].item()}")
+        assert stage_one == {0: 0.5, 1: 2.5}[mesh.slot[1]] and (p.sharded == 7).all()
     assert gradient == (1.5 if p.is_owner else None)
 
 

@@ -35,11 +35,13 @@ Nothing comes before this file and it imports nothing of the project; `partition
        5  0.6818..1.1342    1e-06  0.9778..1.0317    1e-06  0.8543..1.1233    6e-06
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 Triples = Sequence[Sequence[float]]
@@ -114,6 +116,37 @@ def gram_newton_schulz(
 # ------------------------------------------------------------------------------------------ tensor parallelism
 
 
+def tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of a model's DTensors: before `fully_shard` they are those of tensor parallelism.
+
+    Args:
+        parameters: (FQN, parameter) pairs.
+        data_meshes: the data-parallel meshes; their dimensions are not tensor-parallel ones.
+
+    Raises:
+        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two dimensions, or is another
+            one than that of the parameters before it.
+    """
+    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
+    found = None
+    for fqn, parameter in parameters:
+        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
+            continue
+        names = parameter.device_mesh.mesh_dim_names
+        if not names or not data_names:
+            which = "data-parallel" if names else "tensor-parallel"
+            problem = f"but the {which} mesh has no names; pass slices of one init_device_mesh(..., mesh_dim_names=...)"
+        elif data_names & {*names}:
+            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
+        elif len(names) > 1 or found is not None:
+            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
+        else:
+            found = parameter.device_mesh
+            continue
+        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over {names or 'a mesh'}, {problem}")
+    return found
+
+
 def sharded_dim(G: Tensor) -> int | None:
     """-2 or -1, the dimension of G's matrices that tensor parallelism has cut; None if every rank has whole matrices.
 
@@ -177,6 +210,44 @@ def tensor_parallel_newton_schulz(
     X = gram_iterations(X, triples, default_restarts(X, steps), mesh.get_group())
     return DTensor.from_local(_leave(X, shard, is_tall), mesh, placements, run_check=False, shape=G.shape,
                               stride=G.stride())
+
+
+# ------------------------------------------------------------------------------------------ Muon's use of it
+
+
+def orthogonalise(
+    update: Tensor,  # (768, 3072), also a DTensor on a 1-D mesh
+    backend: str,  # "gram" or "direct"; a matrix that tensor parallelism has cut takes neither
+    *options,  # of `newton_schulz`
+    norm: Tensor | None = None,
+) -> Tensor:
+    """NS by the way that fits; what this rank stores of the result."""
+    if sharded_dim(update) is not None:
+        return tensor_parallel_newton_schulz(update, *options, norm).to_local()
+    function = gram_newton_schulz if backend == "gram" else newton_schulz
+    return function(update.to_local() if isinstance(update, DTensor) else update, *options)
+
+
+def adjusted_lr(lr: float, adjust_lr_fn: str | None, m: int, n: int) -> float:
+    """The step size for an (m, n) matrix, as `torch.optim.Muon` adjusts it."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return lr * 0.2 * math.sqrt(max(m, n))
+    return lr * math.sqrt(max(1, m / n))
+
+
+def check_muon_options(options: dict) -> None:
+    for name in ("lr", "weight_decay", "eps"):
+        if not options[name] >= 0:
+            raise ValueError(f"Muon: {name} must be >= 0, not {options[name]}")
+    if not 0 <= options["momentum"] < 1:
+        raise ValueError(f"Muon: momentum must be in [0, 1), not {options['momentum']}")
+    newton_schulz(
+        torch.ones(1, 1), options["ns_coefficients"], options["ns_steps"], options["eps"], options["ns_dtype"]
+    )  # here, on every rank: in a step only the owners would see what it refuses
+    choices = {"adjust_lr_fn": (None, "original", "match_rms_adamw"), "ns_backend": ("gram", "direct")}
+    for name, known in choices.items():
+        if options[name] not in known:
+            raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")
 
 
 # ------------------------------------------------------------------------------------------ the two iterations

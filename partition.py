@@ -32,9 +32,18 @@ Nothing here but names and shapes: the same on every rank, no process group, GPT
     72 matrices of 12 layers on 8 of 8 slots; NS FLOPs: mean 1.63e+11 a slot, max/mean 1.083
 """
 
+from __future__ import annotations
+
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # planning needs no torch, and choosing goes by names and shapes, too
+    import torch
+    from torch import nn
 
 UNIT_NUMEL = 65536  # elements; below it a broadcast costs its latency, so small matrices of a layer share one message
 
@@ -172,6 +181,182 @@ def _columns(
         return []
     table.append(["", *("#" * round(width * load / max(*loads, 1)) for load in loads)])
     return ["  ".join([line[0].ljust(label), *(text.ljust(width) for text in line[1:])]).rstrip() for line in table]
+
+
+# ------------------------------------------------------------------------------------------ which matrices of a model
+
+LAYER_NAME = re.compile(r"(^|\.)(layers|layer|blocks|h)\.\d+$")  # Llama, BERT, ViT and GPT-2 name their blocks so
+WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")  # torch.compile, checkpoint_wrapper
+CONVOLUTION = "_ConvNd"  # torch's class above all convolutions
+NO_MATRICES = ("Embedding", "EmbeddingBag", "LayerNorm", "RMSNorm", CONVOLUTION)
+
+
+@dataclass
+class Matrix:
+    """A parameter that is to be dedicated: where it is held and which boundary unshards it."""
+
+    fqn: str
+    parameter: nn.Parameter
+    holders: list[tuple[nn.Module, str]]
+    boundary: nn.Module
+    boundary_name: str
+
+
+def clean(name: str) -> str:
+    """A name without the components that wrappers insert."""
+    return WRAPPERS.sub("", name).lstrip(".")
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """Paths of a module and of those that contain it, the lowest first, the root ("") last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward.__name__ != "_forward_unimplemented"  # a ModuleList has none: its hooks never run
+
+
+def _is_a(module: nn.Module, *names: str) -> bool:
+    return any(kind.__name__ in names for kind in type(module).__mro__)
+
+
+def _find_boundary(path: str, modules: dict[str, nn.Module], is_boundary: Callable | None) -> str | None:
+    """The path of the lowest module around a matrix that is a hook boundary, by the user's predicate or by its name."""
+    for candidate in _ancestors(path):
+        module = modules[candidate]
+        if is_boundary is None:
+            if LAYER_NAME.search(clean(candidate)) and _has_forward(module):
+                return candidate
+        elif is_boundary(module):
+            if not _has_forward(module):
+                raise ValueError(
+                    f"hook_boundary_predicate is true for '{candidate}', a {type(module).__name__} without a forward: "
+                    f"its hooks would never run; choose the modules in it, or the one around it"
+                )
+            return candidate
+    return None
+
+
+def _is_default_matrix(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+    """What Muon is for: matrices and stacked matrices of linear maps; no embedding, norm, convolution or bias table."""
+    return (
+        parameter.ndim in (2, 3)
+        and min(parameter.shape[-2:]) > 1
+        and parameter.is_floating_point()
+        and not _is_a(module, *NO_MATRICES)
+        and not re.search("bias|embed", name)
+    )
+
+
+def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
+    """Refuse what the user's predicate chose and Newton-Schulz cannot take."""
+    shape = tuple(parameter.shape)
+    if any(type(p).__name__ not in ("Shard", "Replicate") for p in getattr(parameter, "placements", ())):
+        problem = f"has placements {parameter.placements}; tensor parallelism may use Shard and Replicate only"
+    elif parameter.ndim < 2:
+        problem = f"has shape {shape}: a {'scalar' if parameter.ndim == 0 else 'vector'} has no singular vectors; " \
+                  f"make the predicate leave it to AdamW"
+    elif parameter.ndim > 3 or _is_a(module, CONVOLUTION):
+        problem = f"has shape {shape}: a convolution kernel is not a matrix; make the predicate leave it to AdamW"
+    elif parameter.numel() == 0:
+        problem = f"has shape {shape}: an empty matrix looks like a placeholder; make the predicate leave it out"
+    elif not parameter.is_floating_point():
+        problem = f"has dtype {parameter.dtype}; only real floating-point matrices can be orthogonalised"
+    else:
+        return
+    raise ValueError(f"dedicate_params: parameter '{fqn}' {problem}")
+
+
+def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: Callable | None,
+                     strict: bool) -> list[Matrix]:
+    """Every matrix that gets an owner, in model order, with its holders and its boundary."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    held: dict[nn.Parameter, list[tuple[str, str]]] = {}  # parameter -> its (module path, attribute name)s
+    for path, module in modules.items():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            held.setdefault(parameter, []).append((path, name))
+    matrices, candidates = [], []
+    for parameter, places in held.items():
+        path, name = places[0]
+        fqn = clean(f"{path}.{name}")
+        usual = all(_is_default_matrix(n, parameter, modules[p]) for p, n in places)
+        candidates += [fqn] if usual else []
+        boundary = _find_boundary(path, modules, is_boundary) if predicate is None and usual else None
+        chosen = boundary is not None if predicate is None else predicate(fqn, parameter)
+        if not chosen or not parameter.requires_grad:
+            continue  # a frozen parameter stays with FSDP2
+        _check_matrix(fqn, parameter, modules[path])
+        boundary = _common_boundary(fqn, places, modules, is_boundary, strict)
+        holders = [*dict.fromkeys((modules[p], n) for p, n in places)]
+        matrices.append(Matrix(fqn, parameter, holders, modules[boundary], clean(boundary)))
+    if not matrices:
+        raise ValueError(
+            f"dedicate_params: no trainable matrix was chosen. By default that is every matrix inside layers.N, "
+            f"layer.N, blocks.N or h.N; pass predicate and hook_boundary_predicate for other names. "
+            f"Matrices in this model: {', '.join(candidates[:12]) or 'none'}{', ...' if len(candidates) > 12 else ''}"
+        )
+    return matrices
+
+
+def named_state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """(name, holder, attribute, tensor) of what a state dict has, in its order; tied parameters once a name."""
+    for path, holder in module.named_modules(prefix=prefix, remove_duplicate=False):
+        for name, tensor in (*holder._parameters.items(), *holder._buffers.items()):
+            if tensor is not None and name not in holder._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), holder, name, tensor
+
+
+def describe(model: nn.Module, slots: dict[str, tuple[int, int]]) -> str:
+    """One line a tensor of the model, with its owner if it has one: what all ranks must agree on."""
+    lines = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        placed = f" {tensor.placements}" if hasattr(tensor, "placements") else ""
+        what = f"{clean(name)} {tuple(tensor.shape)}{placed} {tensor.dtype}"
+        lines.append(f"{what} owner {slots.get(clean(name))}")
+    return "\n".join(lines)
+
+
+def assign_slots(matrices: list[Matrix], num_shards: int, num_replicas: int = 1) -> dict[str, tuple[int, int]]:
+    shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
+    layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
+    numbers = assign_owners(shapes, layers, num_shards * num_replicas, num_replicas)
+    return {fqn: (number % num_shards, number // num_shards) for fqn, number in numbers.items()}
+
+
+def check_untouched(model: nn.Module) -> None:
+    """Neither call has been made on a part of the model before."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_dmuon"):
+            raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
+        if _is_a(module, "FSDPModule"):
+            raise ValueError(
+                f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call dedicate_params "
+                f"before fully_shard"
+            )
+
+
+def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str, nn.Module],
+                     is_boundary: Callable | None, strict: bool) -> str:
+    """The path of the one boundary around all places that hold this parameter."""
+    found = []
+    for path, _ in places:
+        boundary = _find_boundary(path, modules, is_boundary)
+        if boundary is None and strict:
+            raise ValueError(
+                f"dedicate_params: no hook boundary around '{fqn}'. Pass a hook_boundary_predicate that is true "
+                f"for its layer, or hook_boundary_strict=False to let '{clean(path)}' be its own boundary"
+            )
+        found.append(path if boundary is None else boundary)
+    if len({id(modules[path]) for path in found}) > 1:
+        names = " and ".join(f"'{clean(f'{path}.{name}')}'" for path, name in places)
+        raise ValueError(
+            f"dedicate_params: one parameter is tied across hook boundaries, as {names}. Choose a hook boundary that "
+            f"contains them all, or make the predicate leave it to FSDP2"
+        )
+    return found[0]
 
 
 # ------------------------------------------------------------------------------------------ known models

@@ -13,11 +13,13 @@ import gc
 import io
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
 import random
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -47,6 +49,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -80,10 +83,11 @@ def _child(rank: int, ranks: int, folder: str, law: Callable, args: tuple) -> No
         os._exit(1)  # not exit: the group's destructor would wait for peers that hang
 
 
-def run(ranks: int, law: Callable, *args, timeout_s: float = TIMEOUT_S) -> list:
+def run(ranks: int, law: Callable, *args, timeout_s: float = TIMEOUT_S, lost: int | None = None) -> list:
     """Run `law(rank, *args)` in `ranks` forked processes joined by gloo; return their results in rank order.
 
-    A rank that raises, or the timeout, ends all of them and fails the test with every traceback there is.
+    A rank that raises, or the timeout, ends all of them and fails the test with every traceback there is. The rank
+    `lost` may end as it likes, and has no result.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
@@ -91,8 +95,8 @@ def run(ranks: int, law: Callable, *args, timeout_s: float = TIMEOUT_S) -> list:
         for child in children:
             child.start()
         deadline = time.monotonic() + timeout_s
-        while any(child.is_alive() for child in children) and time.monotonic() < deadline:
-            if any(child.exitcode not in (None, 0) for child in children):
+        while any(child.is_alive() for r, child in enumerate(children) if r != lost) and time.monotonic() < deadline:
+            if any(child.exitcode not in (None, 0) for r, child in enumerate(children) if r != lost):
                 deadline = min(deadline, time.monotonic() + 2)  # let the others write their tracebacks
             time.sleep(0.005)
         hung = [r for r, child in enumerate(children) if child.is_alive()]
@@ -102,13 +106,16 @@ def run(ranks: int, law: Callable, *args, timeout_s: float = TIMEOUT_S) -> list:
         failures = []
         for r, child in enumerate(children):
             path = os.path.join(folder, f"failure{r}")
+            if r == lost:
+                continue
             if os.path.exists(path):
                 failures.append(f"rank {r}:\n{open(path).read()}")
             elif r in hung or child.exitcode != 0:
                 failures.append(f"rank {r}: {'still running at the end' if r in hung else f'exit {child.exitcode}'}")
         if failures:
             pytest.fail(f"{ranks} ranks, {timeout_s:.0f} s at most\n" + "\n".join(failures), pytrace=False)
-        return [torch.load(os.path.join(folder, f"result{r}"), weights_only=False) for r in range(ranks)]
+        paths = [os.path.join(folder, f"result{r}") for r in range(ranks) if r != lost]
+        return [torch.load(path, weights_only=False) for path in paths]
 
 
 # ------------------------------------------------------------------------------------------ newton_schulz.py
@@ -815,7 +822,7 @@ def batches(ranks: int, steps: int) -> list[list[tuple[Tensor, Tensor]]]:
              for _ in range(steps)]
     for step in steps:
         for r, (tokens, _) in enumerate(step):
-            tokens[0, 0] = r  # tells a data-dependent model whose data it sees
+            tokens[0, 0] = r % 11  # tells a data-dependent model whose data it sees
     return steps
 
 
@@ -1454,6 +1461,146 @@ def test_gradients_are_cleared_and_accumulated_as_in_torch(spread):
                         assert torch.allclose(grads[i][name], factor * first, rtol=1e-12), (clear, zero, name, i)
 
 
+# ------------------------------------------------------------------------------------------- hooks.py, accumulation
+
+
+@pytest.mark.parametrize("reduced", ["each time", "at the end", "twice"])
+@pytest.mark.parametrize("layout, zero, make", [("2", 3, SelectiveNet), ("2", 2, SelectiveNet), ("4", 2, Net),
+                                                ("2x2", 3, SelectiveNet), ("2x2", 2, Net), ("2 tp2", 2, Net)])
+def test_micro_batches_add_up_however_they_are_reduced(layout, zero, make, reduced, spread, monkeypatch):
+    """Four micro-batches, reduced each time, once by `no_sync`, or twice: gradients, steps of one process (C7).
+
+    SelectiveNet has a matrix that only the first micro-batch uses, and one for the last. Newton-Schulz runs once a step
+    and matrix.
+    """
+    calls, original = [], dmuon.orthogonalise
+    monkeypatch.setattr(dmuon, "orthogonalise", lambda *args, **how: calls.append(1) or original(*args, **how))
+    kept = {"each time": (), "at the end": (0, 1, 2), "twice": (0, 2)}[reduced]
+
+    def law(rank):
+        model, tp, record = shard(net(make=make), zero, layout), tp_size(layout), []
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        for step in batches(4 * dist.get_world_size() // tp, 2):
+            optimizer.zero_grad()
+            mean = torch.zeros((), dtype=torch.float64)
+            for i, micro in enumerate((0, 2, 3, 1)):
+                loss = loss_of(model, step[4 * (rank // tp) + micro]) / 4  # outside: where the backward runs decides
+                with dmuon.no_sync(model) if i in kept else contextlib.nullcontext():
+                    loss.backward()
+                mean += loss.detach() / dist.get_world_size()
+            dist.all_reduce(mean)
+            grads = snapshot(model)["grads"]
+            calls.clear()
+            optimizer.step()
+            assert len(calls) == len(dmuon.owned_params(model)) and stored_bytes(model) == 0
+            record.append({**snapshot(model, optimizer), "grads": grads, "loss": mean.item()})
+        return record
+
+    ranks = prod(LAYOUTS[layout].values())
+    exact(ranks, law, steps=2, data_ranks=4 * ranks // tp_size(layout), make=make)
+
+
+def test_no_sync_reduces_once_a_step_and_z2_broadcasts_once(spread, traffic):
+    """Over four micro-batches P_M elements are reduced; Z2 broadcasts P_M in all, Z3 2 P_M each time."""
+
+    def law(rank, zero):
+        model = shard(net(), zero)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        total = sum(p.numel() for n, p in net().named_parameters() if n in dmuon.owners(model))
+        for step in batches(2, 3):
+            traffic.clear()
+            with dmuon.no_sync(model):
+                for _ in range(3):
+                    loss_of(model, step[rank]).backward()
+                    with torch.no_grad():
+                        model(step[rank][0])
+            loss_of(model, step[rank]).backward()
+            sent = Counter()
+            for name, numel, _ in traffic:
+                sent[name] += numel
+            evals = 3 if zero == 3 else 0  # an eval between finds Z2's matrices there
+            assert sent == {"reduce": total, "broadcast": total * (8 + evals if zero == 3 else 1)}, (zero, sent, total)
+            optimizer.step()
+        return True
+
+    for zero in (3, 2):
+        assert run(2, law, zero) == [True, True]
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_no_sync_nests_and_ends_with_an_exception(zero, spread):
+    """Inside, also after an inner context or an exception: no gradient at all; outside, the sum, in both families."""
+
+    def law(rank, parallel):
+        model, batch = net(), batches(2, 1)[0]
+        if not parallel:
+            (3 * sum(loss_of(model, b) for b in batch) / 2).backward()
+            return {n: p.grad for n, p in model.named_parameters()}
+        shard(model, zero)
+        with dmuon.no_sync(model):
+            loss_of(model, batch[rank]).backward()
+            with pytest.raises(Failure), dmuon.no_sync(model):
+                raise Failure
+            loss_of(model, batch[rank]).backward()
+        assert all(p.grad is None for p in model.parameters())
+        model.zero_grad()  # as in FSDP2, this is not what waits
+        loss_of(model, batch[rank]).backward()
+        return snapshot(model)["grads"]
+
+    expected, got = run(1, law, False)[0], run(2, law, True)
+    for name, grad in {**got[0], **got[1]}.items():
+        assert torch.allclose(grad, expected[name], rtol=1e-10, atol=1e-12), name
+    assert {*got[0], *got[1]} == {*expected}
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_a_layer_that_the_last_micro_batch_skips_is_reduced_too(zero, spread):
+    """Depths 3, 2, 1, the first two under `no_sync`: the matrices' gradients are those of one process."""
+
+    def law(rank, parallel):
+        model, steps = net(make=EarlyExit), batches(2, 3)
+        if parallel:
+            shard(model, zero)
+        for model.depth, step in zip((3, 2, 1), steps):
+            if not parallel:
+                sum(loss_of(model, batch) for batch in step).div(2).backward()
+                continue
+            with dmuon.no_sync(model) if model.depth > 1 else contextlib.nullcontext():
+                loss_of(model, step[rank]).backward()
+        params = dmuon.owned_params(model) if parallel else dict(model.named_parameters())
+        return {n: p.grad for n, p in params.items() if is_matrix(n)}
+
+    expected, (first, second) = run(1, law, False)[0], run(2, law, True)
+    assert {*first, *second} == {*expected}
+    assert all(torch.allclose(grad, expected[n], rtol=1e-10) for n, grad in {**first, **second}.items())
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_a_micro_batch_that_raised_leaves_nothing_behind(zero, spread):
+    """A backward under `no_sync` that raises: what it and those before it have gathered for the matrices is dropped."""
+
+    def fail(*_):
+        raise Failure
+
+    def law(rank, broken):
+        model, batch = shard(net(), zero), batches(2, 1)[0][rank]
+        if broken:
+            with dmuon.no_sync(model):
+                loss_of(model, batch).backward()
+                handle = model.layers[0].register_full_backward_hook(fail)
+                with pytest.raises(Failure):
+                    loss_of(model, batch).backward()
+                handle.remove()
+        loss_of(model, batch).backward()
+        return {n: p.grad for n, p in dmuon.owned_params(model).items()}
+
+    for after, expected in zip(run(2, law, True), run(2, law, False)):
+        assert after.keys() == expected.keys() and all(torch.equal(after[n], expected[n]) for n in expected)
+
+
+# --------------------------------------------------------------------------------- hooks.py, what a boundary returns
+
+
 @dataclasses.dataclass
 class Record:
     main: Tensor
@@ -1843,6 +1990,96 @@ def test_a_step_sends_what_the_formula_says(make, spread, traffic):
             assert counts["reduce"] == (total, buckets)
 
 
+# --------------------------------------------------------------------------------------- hooks.py, mixed precision
+
+
+class Casting(Net):
+    """A head that takes any dtype: the layers may hand on what `output_dtype` says."""
+
+    class Head(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(self.weight.dtype))
+
+    def __init__(self, block: Callable = Block):
+        super().__init__(block)
+        self.head = Casting.Head(8, 5)
+
+
+class Bare(Casting):
+    """Layers whose parameters are all dedicated: FSDP2 has nothing in them, but casts what goes in and out."""
+
+    class BareBlock(Block):
+        def __init__(self, *widths):
+            super().__init__(*widths)
+            self.norm = nn.Identity()
+
+    def __init__(self):
+        super().__init__(Bare.BareBlock)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("layout, zero, make, policy", [
+    ("2", 3, Net, MixedPrecisionPolicy(BF16)),
+    ("2", 2, Net, MixedPrecisionPolicy(BF16, FP32)),
+    ("2", 3, Net, MixedPrecisionPolicy(None, BF16)),
+    ("2", 3, Net, MixedPrecisionPolicy(BF16, BF16, cast_forward_inputs=False)),
+    ("2", 3, Casting, MixedPrecisionPolicy(output_dtype=BF16)),
+    ("2", 3, Casting, MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)),
+    ("2", 2, Bare, MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)),
+    ("2x2", 3, Net, MixedPrecisionPolicy(BF16, FP32)),
+    ("2x2", 3, Net, MixedPrecisionPolicy(BF16)),
+    ("2 tp2", 3, Net, MixedPrecisionPolicy(BF16, FP32)),
+])
+def test_a_mixed_precision_policy_means_what_it_means_in_fsdp(layout, zero, make, policy, spread, monkeypatch):
+    """Outputs, and the averaged gradients of two micro-batches, have the bits that FSDP2 alone gives, and its dtypes.
+
+    Also where `no_sync` keeps the first one's gradients: they wait in `reduce_dtype`. Broadcasts carry `param_dtype`,
+    reduces `reduce_dtype`; owned data, `.grad` and momentum keep the parameter's dtype.
+    """
+    # To the bit, because a sum of two does not depend on the order, and halving is exact: groups are of two ranks here
+    sent: set[tuple[str, torch.dtype]] = set()
+    for name in ("broadcast", "reduce"):
+        def seen(tensor, *args, _name=name, _original=getattr(dist, name), **options):
+            sent.add((_name, tensor.dtype))
+            return _original(tensor, *args, **options)
+
+        monkeypatch.setattr(dist, name, seen)
+
+    def law(rank):
+        ours = shard(net(FP32, make), zero, layout, mp_policy=policy)
+        with monkeypatch.context() as without:
+            without.setattr(dmuon, "dedicate_params", lambda *_, **__: None)
+            theirs = shard(net(FP32, make), zero, layout, mp_policy=policy)
+        for kept in (0, 1):
+            [model.zero_grad() for model in (ours, theirs)]
+            sent.clear()
+            for i, step in enumerate(batches(dist.get_world_size() // tp_size(layout), 2)):
+                batch = step[rank // tp_size(layout)]
+                outputs = [model(batch[0]) for model in (ours, theirs)]
+                assert outputs[0].dtype == outputs[1].dtype and torch.equal(*outputs)
+                theirs.set_requires_gradient_sync(i >= kept)
+                with dmuon.no_sync(ours) if i < kept else contextlib.nullcontext():
+                    for output in outputs:
+                        (output - batch[1].to(output.dtype)).square().mean().backward()
+            computed = policy.param_dtype or FP32
+            assert sent == {("broadcast", computed), ("reduce", policy.reduce_dtype or computed)}
+            got = snapshot(ours)["grads"]
+            for name, p in theirs.named_parameters():
+                gradient = whole(p.grad)  # of all ranks together: also where this one does not own it
+                if name in got:
+                    assert got[name].dtype == gradient.dtype and torch.equal(got[name], gradient), (name, kept)
+        optimizer = dmuon.Muon(ours, **OPTIONS)
+        optimizer.step()
+        for p in dmuon.owned_params(ours).values():
+            assert p.dtype == p.grad.dtype == optimizer.state[p]["momentum_buffer"].dtype == FP32
+        return {*got}
+
+    names = set().union(*run(prod(LAYOUTS[layout].values()), law))
+    assert names == {name for name, _ in net(make=make).named_parameters()}
+
+
 # ------------------------------------------------------------------------------------------------------ hsdp.py
 
 
@@ -2094,7 +2331,7 @@ def test_one_rank_of_the_mesh_that_disagrees_or_fails_stops_all(wrong, layout):
         other = parallel(8, 12)
         if rank == wrong:
             other.register_buffer("mask", torch.ones(3))
-        with pytest.raises(ValueError, match="ranks disagree about the model. Rank 0 of the"):
+        with pytest.raises(ValueError, match="ranks disagree. Rank 0 of the"):
             dmuon.dedicate_params(other, mesh)
         with pytest.raises((ValueError, ZeroDivisionError), match="by zero"):
             dmuon.dedicate_params(parallel(8, 12), mesh, lambda fqn, p: 1 // 0 if rank == wrong else is_matrix(fqn))
@@ -2408,6 +2645,45 @@ def test_blocks_compile(order, zero, spread):
     exact(2, law, steps=3)
 
 
+class WrappedCheckpoint(Net):
+    """torch's `checkpoint_wrapper` around each block: what is compiled is the wrapper, with our hooks inside it."""
+
+    def __init__(self):
+        super().__init__(lambda *widths: checkpoint_wrapper(Block(*widths)))
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+@pytest.mark.parametrize("make", [InnerCheckpoint, OuterCheckpoint, WideCheckpoint, WrappedCheckpoint])
+def test_checkpointed_blocks_compile(make, zero, spread, traffic):
+    """Activation checkpointing and `layer.compile()` together are exact; two broadcasts a buffer in Z3, one in Z2 (C9).
+
+    After each backward nothing is unsharded. Our hooks cause no warning.
+    """
+
+    def law(rank):
+        model = net(make=make)
+        [layer.compile(backend="aot_eager") for layer in model.layers]
+        optimizer, record, states = dmuon.Muon(shard(model, zero), **OPTIONS), [], []
+        optimizer.register_step_pre_hook(lambda *_: states.extend(b.state for b in model._dmuon.boundaries))
+        for step in batches(2, 3):
+            traffic.clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                seen = train_step(model, optimizer, step[rank])
+            assert not [w for w in caught if "hooks.py" in f"{w.message} {w.filename}"]
+            for kind in ("grads", "weights", "momenta"):  # without `_checkpoint_wrapped_module`
+                seen[kind] = {dmuon.clean(name): tensor for name, tensor in seen[kind].items()}
+            record.append(seen)
+            buffers = sum(len(boundary.buffers) for boundary in model._dmuon.boundaries)
+            counts = Counter(name for name, _, _ in traffic)
+            assert counts == {"broadcast": buffers * (zero - 1), "reduce": buffers}, (counts, buffers)
+        assert states == [hooks.BufferState.SHARDED] * 12, states  # three steps, three layers and the root
+        assert torch._dynamo.utils.counters["frames"]["ok"] >= 3, "nothing was compiled"
+        return record
+
+    exact(2, law, steps=3, make=Net)
+
+
 def test_a_meta_parameter_is_named_when_it_is_used():
     """A dedicated model on the meta device says so in its first forward."""
 
@@ -2421,6 +2697,74 @@ def test_a_meta_parameter_is_named_when_it_is_used():
         return True
 
     assert run(2, law) == [True, True]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations in this context have made and that live, and the most there ever were.
+
+    It looks at every operation's results, inside DTensors too; a storage counts with its size of the moment. What a
+    kernel or gloo takes for itself while it runs is no tensor and does not count.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = weakref.WeakSet(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on local tensors
+        result = function(*args, **kwargs or {})
+        storages = [tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        self.storages.update(storage for storage in storages if storage.device.type != "meta")  # fake tensors' is meta
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages)
+
+    def falls_to(self, most: int) -> bool:
+        """Whether it does within five seconds: gloo's thread drops a tensor a moment after the wait for it is over."""
+        deadline = time.monotonic() + 5
+        while self.now() > most and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.now() <= most
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
+def test_a_model_from_the_meta_device_needs_what_a_rank_holds_and_one_layer(layout, spread):
+    """Built and initialised layer by layer, a rank never has more bytes than its share and one layer's matrices.
+
+    Until `to_empty` there is nothing but meta tensors. Inside `unshard(layer)` there is, beside the share, what the
+    rank lacks of the layer, and afterwards the share alone. `unshard(model)` breaks the bound (negative control).
+    """
+    slack = 1024  # does not grow with the model: hashes that ranks compare, random states, FSDP2's padding of a bias
+
+    def held(module):
+        return sum(local(p).nbytes for p in module.parameters())
+
+    def law(rank):
+        with LiveBytes() as live, torch.no_grad():
+            with torch.device("meta"):
+                model = Net(Block, ((8, 96, 160),) * 6).double()
+            shard(model, layout=layout)
+            assert live.peak <= slack
+            model.to_empty(device="cpu")
+            share = held(model)
+            assert share <= live.peak <= share + slack
+            for part in (*model.layers, model.embed, model.head):
+                before = held(part)
+                with dmuon.unshard(part):
+                    assert live.falls_to(share + held(part) - before + slack)
+                    [p.normal_() for p in part.parameters()]
+                assert live.falls_to(share + slack)
+            layer = sum(8 * p.numel for p in model._dmuon.boundaries[1].params)  # the root is boundary 0
+            assert live.peak <= share + layer + slack, (live.peak - share, layer)
+            with dmuon.unshard(model):
+                assert live.now() > share + 2 * layer
+        return True
+
+    ranks = prod(LAYOUTS[layout].values())
+    assert run(ranks, law) == [True] * ranks
 
 
 # ----------------------------------------------------------------------------------------- dmuon.py, the FSDP2 patch
@@ -3018,6 +3362,412 @@ def test_the_ownership_table_names_every_rank():
     assert tables[0] == tables[1] == tables[2] and "maps.*" in tables[0]
 
 
+# ------------------------------------------------------------------------------------------------ dmuon.py, state dicts
+
+
+def other_net(make: Callable = Net) -> nn.Module:
+    """One process, one piece, other weights than `net`'s."""
+    torch.manual_seed(1)
+    return make().double()
+
+
+class WrappedNet(Net):
+    """One layer in torch.compile's wrapper, one in checkpoint_wrapper, one in both; a buffer that is kept, one not."""
+
+    def __init__(self):
+        super().__init__()
+        first, second, third = self.layers
+        self.layers[0] = torch.compile(first, backend="eager")
+        self.layers[1] = checkpoint_wrapper(second)
+        self.layers[2] = torch.compile(checkpoint_wrapper(third), backend="eager")
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("cache", torch.rand(3), persistent=False)
+
+
+@pytest.mark.parametrize("layout", ["4", "2x2", "2 tp2"])
+@pytest.mark.parametrize("make", [Net, WrappedNet])
+def test_a_state_dict_has_what_the_rank_owns(make, layout, spread):
+    """Every matrix is in the state dict of its owner and of no other, whole, by FQN; it loads where it came from.
+
+    With tensor parallelism the ranks of one data-parallel place own it together.
+    """
+
+    def law(rank):
+        plain = {n.replace("_orig_mod.", "") for n in net(make=make).state_dict()}
+        model = shard(net(make=make), layout=layout)
+        mine = copy.deepcopy(model.state_dict())
+        owned = {*dmuon.owned_params(model)}
+        assert {n for n in mine if is_matrix(n)} == owned and {*mine} - owned == {n for n in plain if not is_matrix(n)}
+        other = shard(other_net(make), layout=layout)
+        assert other.load_state_dict(mine) == ([], [])
+        for name, tensor in other.state_dict().items():
+            assert torch.equal(local(tensor), local(mine[name])), name
+        return owned, dmuon.full_state_dict(model, rank0_only=False), dmuon.full_state_dict(other, rank0_only=False)
+
+    results = run(4, law)
+    names = [name for owned, _, _ in results for name in owned]
+    assert len(names) == 9 * tp_size(layout) and len({*names}) == 9
+    for _, first, second in results:
+        assert first.keys() == results[0][1].keys() == second.keys()
+        assert all(torch.equal(first[n], results[0][1][n]) and torch.equal(second[n], first[n]) for n in first)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("layout, zero", [("4", 3), ("2", 2), ("2x2", 2), ("2 tp2", 3), ("2x2 tp2", 3)])
+def test_a_plain_models_state_dict_loads_and_the_full_one_goes_back(layout, zero, assign, spread):
+    """`torch.save` of a plain model loads on any mesh, also over weights in flight; `full_state_dict` loads there."""
+    ranks, tp = prod(LAYOUTS[layout].values()), tp_size(layout)
+
+    def law(rank):
+        plain, file = other_net(), io.BytesIO()
+        torch.save(plain.state_dict(), file)
+        file.seek(0)
+        model = shard(net(), zero, layout)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        batch = batches(ranks // tp, 1)[0][rank // tp]
+        train_step(model, optimizer, batch)
+        loss_of(model, batch).backward()
+        optimizer.step()  # on HSDP its replicate broadcasts are still in flight
+        with torch.no_grad():
+            model(batch[0])  # in Z2 FSDP2 keeps whole parameters after it
+        assert model.load_state_dict(torch.load(file), assign=assign) == ([], [])
+        torch.testing.assert_close(model(batch[0]), plain(batch[0]), rtol=1e-12, atol=1e-12)
+        full = dmuon.full_state_dict(model)
+        assert {*full} == ({*plain.state_dict()} if rank == 0 else set())
+        if rank == 0:
+            again = net()
+            again.load_state_dict(full)
+            assert all(torch.equal(tensor, plain.state_dict()[n]) for n, tensor in again.state_dict().items())
+            assert all(type(tensor) is Tensor for tensor in full.values())
+        return True
+
+    assert run(ranks, law) == [True] * ranks
+
+
+def test_loading_reaches_whatever_has_copies_of_the_weights(spread):
+    """Z2 under `no_sync` keeps whole matrices: after a load forwards see the new ones; so do replicas after a step."""
+
+    def law(rank):
+        model = shard(net(), zero=2, layout="2x2")
+        batch = batches(4, 1)[0][rank]
+        with dmuon.no_sync(model):
+            loss_of(model, batch).backward()
+        plain = other_net()
+        model.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(model(batch[0]), plain(batch[0]), rtol=1e-12, atol=1e-12)
+        return True
+
+    assert run(4, law) == [True] * 4
+
+
+@pytest.mark.parametrize("layout", ["4", "2x2", "2 tp2"])
+def test_what_a_state_dict_lacks_is_reported_alike_on_every_rank(layout, spread):
+    """Missing and unexpected names, by FQN, whoever owns them; a wrong shape before anything is written."""
+
+    def law(rank):
+        model, texts = shard(net(), layout=layout), []
+        full = other_net().state_dict()
+        wrong = {n: tensor for n, tensor in full.items() if n not in ("layers.1.maps.2.weight", "head.bias")}
+        wrong["layers.7.maps.0.weight"] = torch.zeros(2, 2)
+        missing, unexpected = model.load_state_dict(wrong, strict=False)
+        assert {*missing} == {"layers.1.maps.2.weight", "head.bias"} and unexpected == ["layers.7.maps.0.weight"]
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(wrong)
+        texts.append(str(caught.value))
+        before = dmuon.full_state_dict(model, rank0_only=False)
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict({**net().state_dict(), "layers.0.maps.1.weight": torch.zeros(3, 4)})
+        texts.append(str(caught.value))
+        after = dmuon.full_state_dict(model, rank0_only=False)
+        assert all(torch.equal(after[n], before[n]) for n in before)
+        model.load_state_dict(full)
+        return texts
+
+    results = run(4, law)
+    assert results.count(results[0]) == 4
+    strict, shape = results[0]
+    assert all(text in strict for text in ("Missing key(s) in state_dict: ", '"layers.1.maps.2.weight"', '"head.bias"'))
+    assert 'Unexpected key(s) in state_dict: "layers.7.maps.0.weight"' in strict
+    assert "size mismatch for layers.0.maps.1.weight: (3, 4) in the state dict, (20, 12) in the model" in shape
+
+
+def test_a_part_of_the_model_has_a_state_dict_too(spread):
+    """`model.layers[1].state_dict()` is its part, and an ordinary one of a plain layer loads into it."""
+
+    def law(rank):
+        model, plain = shard(net()), other_net()
+        model.layers[1].load_state_dict(plain.layers[1].state_dict())
+        mine = model.layers[1].state_dict()
+        owned = {n for n in dmuon.owned_params(model) if n.startswith("layers.1.")}
+        assert {"layers.1." + n for n in mine if "maps" in n} == owned
+        expected = {**net().state_dict(), **{f"layers.1.{n}": t for n, t in plain.layers[1].state_dict().items()}}
+        full = dmuon.full_state_dict(model, rank0_only=False)
+        return all(torch.equal(full[n], expected[n]) for n in expected)
+
+    assert run(2, law) == [True, True]
+
+
+# ------------------------------------------------------------------------------------------------ dmuon.py, checkpoints
+
+
+class Dropping(Net):
+    """Dropout, whose masks every rank draws by itself."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.2)
+        return self.head(x)
+
+
+def continued(rank: int, layout: str, zero: int, folder: str, first: int, last: int,
+              make: Callable = Net) -> list[dict]:
+    """Steps `first` to `last` of four micro-batches, from the checkpoint there if `first` is not 0; saved at `last`."""
+    model, tp = shard(net(make=make), zero, layout), tp_size(layout)
+    optimizer, record = dmuon.Muon(model, **OPTIONS), []
+    torch.manual_seed(rank)
+    if first:
+        assert dmuon.load_checkpoint(folder, model, optimizer) == first
+    ranks = dist.get_world_size() // tp
+    for step in batches(4, 6)[first:last]:
+        optimizer.zero_grad()
+        mean = torch.zeros((), dtype=torch.float64)
+        for batch in step[rank // tp :: ranks]:
+            loss = loss_of(model, batch) * ranks / 4
+            loss.backward()
+            mean += loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        grads = snapshot(model)["grads"]
+        optimizer.step()
+        record.append({**snapshot(model, optimizer), "grads": grads, "loss": mean.item()})
+    if not first:
+        dmuon.save_checkpoint(folder, model, optimizer, last)  # on HSDP with new weights still in flight
+    return record
+
+
+@pytest.mark.parametrize("saved, zero, loaded", [
+    ("4", 3, ("4", "1", "2", "2x2", "2 tp2", "2x1 tp2")), ("2x2", 2, ("2x2", "4", "2 tp2")),
+    ("2 tp2", 3, ("2 tp2", "4", "1")), ("2x2 tp2", 3, ("2x2 tp2", "2x2")),
+])
+def test_a_checkpoint_goes_on_on_any_mesh(saved, zero, loaded, spread, tmp_path):
+    """Saved after three of six steps: on the same mesh the bits of six steps, on others 1e-10 in float64 (C12, C14)."""
+    ranks = {layout: prod(LAYOUTS[layout].values()) for layout in loaded}
+    six = run(ranks[saved], continued, saved, zero, str(tmp_path / "never"), 0, 6)
+    run(ranks[saved], continued, saved, zero, str(tmp_path), 0, 3)
+    for layout in loaded:
+        got = run(ranks[layout], continued, layout, zero, str(tmp_path), 3, 6)
+        assert_same(merged(got), merged(six)[3:], tolerance=0.0 if layout == saved else 1e-10)
+
+
+def test_a_checkpoint_restores_each_ranks_random_numbers(spread, tmp_path):
+    """Dropout draws the masks of an uninterrupted run; on fewer ranks it draws those of the first."""
+    six = run(2, continued, "2", 3, str(tmp_path / "never"), 0, 6, Dropping)
+    run(2, continued, "2", 3, str(tmp_path), 0, 3, Dropping)
+    assert_same(merged(run(2, continued, "2", 3, str(tmp_path), 3, 6, Dropping)), merged(six)[3:], tolerance=0.0)
+    run(1, continued, "1", 3, str(tmp_path), 3, 6, Dropping)
+
+
+def test_a_checkpoint_knows_names_and_no_ranks_and_loads_in_plain_pytorch(spread, tmp_path):
+    """Its keys are FQNs; `dcp_to_torch_save` makes a file of it whose "model" a plain model loads, to the bit."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    weights = run(4, continued, "2x2", 3, str(tmp_path), 0, 3)[0][-1]["weights"]
+    keys = {*FileSystemReader(tmp_path / "step_00000003").read_metadata().state_dict_metadata}
+    names = [n for n, _ in net().named_parameters()]
+    expected = {"step", "groups", "rng.cpu", *(f"model.{n}" for n in names)}
+    expected |= {f"optimizer.{n}.momentum_buffer" for n in names if is_matrix(n)}
+    expected |= {f"optimizer.{n}.{key}" for n in names if not is_matrix(n) for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert keys == expected
+    dcp_to_torch_save(tmp_path / "step_00000003", tmp_path / "one.pt")
+    plain = net()
+    plain.load_state_dict(torch.load(tmp_path / "one.pt")["model"])
+    assert all(torch.equal(plain.state_dict()[n], weight) for n, weight in weights.items()) and weights
+
+
+def test_a_model_without_dedicated_matrices_has_checkpoints_too(tmp_path):
+    """FSDP2 and torch's AdamW: the bits of an uninterrupted run; Muon does not take its state for its own."""
+
+    def law(rank, first, last):
+        mesh = init_device_mesh("cpu", (2,))
+        model = fully_shard(net(), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if first:
+            assert dmuon.load_checkpoint(tmp_path, model, optimizer) == first
+        for step in batches(2, 4)[first:last]:
+            optimizer.zero_grad()
+            loss_of(model, step[rank]).backward()
+            optimizer.step()
+        if last == 2:
+            dmuon.save_checkpoint(tmp_path, model, optimizer, 2)
+        return {n: whole(p) for n, p in model.named_parameters()}
+
+    four = run(2, law, 0, 4)[0]
+    run(2, law, 0, 2)
+    assert all(torch.equal(weight, four[n]) for n, weight in run(2, law, 2, 4)[0].items())
+
+    def muon(rank):
+        model = shard(net())
+        with pytest.raises(ValueError, match="has other groups of parameters, or is of another optimizer"):
+            dmuon.load_checkpoint(tmp_path, model, dmuon.Muon(model))
+        return {n: torch.equal(tensor, net().state_dict()[n]) for n, tensor in dmuon.full_state_dict(model).items()}
+
+    assert all(run(2, muon)[0].values())
+
+
+def write_checkpoints(folder: str, steps: tuple, make: Callable = Net, keep: int | None = None) -> None:
+    """From two ranks; the weights tell the step: the head's bias is filled with it."""
+
+    def law(rank):
+        model = shard(net(make=make))
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        loss_of(model, batches(2, 1)[0][rank]).backward()
+        optimizer.step()
+        for step in steps:
+            torch.nn.init.constant_(model.head.bias, float(step))
+            dmuon.save_checkpoint(folder, model, optimizer, step, keep)
+        return True
+
+    assert run(2, law) == [True, True]
+
+
+def load_anywhere(folder: str, make: Callable = Net) -> list:
+    """Per rank: the step, the filling of the head's bias, what was logged; or the error, and if all is as it was."""
+
+    def law(rank):
+        logged = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())
+        logging.getLogger("dmuon").addHandler(handler)
+        model = shard(net(make=make))
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        try:
+            return dmuon.load_checkpoint(folder, model, optimizer), whole(model.head.bias)[0].item(), logged
+        except Exception as error:
+            full = dmuon.full_state_dict(model, rank0_only=False)
+            untouched = all(torch.equal(tensor, full[n]) for n, tensor in net(make=make).state_dict().items())
+            return type(error).__name__, str(error), untouched and not optimizer.state
+
+    return run(2, law)
+
+
+def torn(kind: str, checkpoint: str) -> None:
+    """Make the checkpoint what a power cut, a full disk or a broken copy leaves."""
+    data = os.path.join(checkpoint, "__1_0.distcp")
+    if kind == "unfinished":
+        os.rename(checkpoint, f"{checkpoint}.part")
+    elif kind == "short":
+        os.truncate(data, os.path.getsize(data) - 1)
+    elif kind == "file missing":
+        os.remove(data)
+    else:
+        path = os.path.join(checkpoint, ".metadata")
+        os.remove(path) if kind == "no metadata" else open(path, "wb").write(b"\x80 no pickle")
+
+
+@pytest.mark.parametrize("kind", ["unfinished", "short", "file missing", "no metadata", "broken metadata"])
+def test_a_torn_checkpoint_is_skipped_with_a_message(kind, tmp_path):
+    """The newest complete one is loaded on every rank, and the reason is told once; alone, the torn one is an error."""
+    write_checkpoints(tmp_path, (5, 6, 7))
+    torn(kind, str(tmp_path / "step_00000007"))
+    first, second = load_anywhere(tmp_path)
+    assert first[:2] == second[:2] == (6, 6.0) and not second[2]
+    assert len(first[2]) == 1 and re.search(r"^skipped: '.*/step_00000007(.part)?' is no complete check", first[2][0])
+    if kind == "unfinished":
+        return
+    for error, text, untouched in load_anywhere(tmp_path / "step_00000007"):
+        assert error == "FileNotFoundError" and "is no complete checkpoint: " in text and untouched
+
+
+def test_what_is_no_checkpoint_of_this_model_is_refused_by_name(tmp_path):
+    """No folder, an empty one, something else's checkpoint, another model's: an error on every rank, nothing loaded."""
+    write_checkpoints(tmp_path / "more", (1,), lambda: Net(widths=((8, 12, 20),) * 4))
+    write_checkpoints(tmp_path / "wide", (1,), lambda: Net(widths=((8, 12, 24), (8, 16, 16), (8, 12, 20))))
+    (tmp_path / "empty").mkdir()
+
+    def foreign(rank):
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"weights": torch.zeros(3)}, checkpoint_id=tmp_path / "foreign")
+        return True
+
+    assert run(2, foreign) == [True, True]
+    for folder, kind, message in (
+        ("nowhere", "FileNotFoundError", "nowhere' is no complete checkpoint"),
+        ("empty", "FileNotFoundError", "empty' is no complete checkpoint"),
+        ("foreign", "FileNotFoundError", "save_checkpoint has not written it"),
+        ("more", "ValueError", "another model; .*layers.3.norm.weight: \\(8,\\) in the checkpoint, nothing in the mo"),
+        ("wide", "ValueError", "layers.0.maps.1.weight: \\(24, 12\\) in the checkpoint, \\(20, 12\\) in the model"),
+    ):
+        for error, text, untouched in load_anywhere(tmp_path / folder):
+            assert error == kind and re.search(message, text) and untouched, (folder, error, text)
+
+
+def test_ranks_that_see_different_checkpoints_raise(tmp_path):
+    """Folders that are not shared hold other steps: every rank says so, none loads."""
+    write_checkpoints(tmp_path / "0", (1,))
+    write_checkpoints(tmp_path / "1", (1, 2))
+
+    def law(rank):
+        model = shard(net())
+        with pytest.raises(ValueError, match=r"ranks disagree. Rank 0 .*/0/step_00000001\], rank 1 .*/1/step_00000002"):
+            dmuon.load_checkpoint(tmp_path / str(rank), model, dmuon.Muon(model))
+        return True
+
+    assert run(2, law) == [True, True]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", ["disk full", "a file in the way"])
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_ones(kind, failing, tmp_path):
+    """One rank cannot write: every rank raises with the reason; the old one is there and loads, no scrap is left."""
+    resource = pytest.importorskip("resource")
+    if kind == "a file in the way" and failing:
+        pytest.skip("only the first rank makes the folder")
+    write_checkpoints(tmp_path, (1,))
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+
+    def law(rank):
+        model = shard(net())
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        loss_of(model, batches(2, 1)[0][rank]).backward()
+        optimizer.step()
+        reason = "File too large" if kind == "disk full" else "Not a directory"
+        if kind == "disk full" and rank == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # writes beyond it fail
+        with pytest.raises(RuntimeError, match=f"cannot write .*step_00000002.*{reason}.*earlier ones are intact"):
+            dmuon.save_checkpoint(tmp_path if kind == "disk full" else blocked, model, optimizer, 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return True
+
+    assert run(2, law) == [True, True]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "blocked"}
+    assert load_anywhere(tmp_path) == [(1, 1.0, [])] * 2
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    """`keep` counts those last written, whatever their steps; a step that is saved again replaces the old one."""
+    write_checkpoints(tmp_path, (8, 9))
+    write_checkpoints(tmp_path, (1, 2, 3), keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000003"}
+    torn("no metadata", str(tmp_path / "step_00000003"))  # does not count
+    write_checkpoints(tmp_path, (2, 4), keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000004"}
+    write_checkpoints(tmp_path, (2,))
+    assert load_anywhere(tmp_path) == [(2, 2.0, [])] * 2
+
+
+def test_checkpoints_without_numpy_say_so(tmp_path):
+    """`torch.distributed.checkpoint` needs numpy: one line tells, before anything is written."""
+    code = ("import sys; sys.modules['numpy'] = None\nimport torch, dmuon\n"
+            "try: dmuon.save_checkpoint('never', torch.nn.Linear(2, 2), None, 1)\n"
+            "except ImportError as error: print(error)")
+    here = os.path.dirname(os.path.abspath(__file__))
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout == "checkpoints need numpy, for torch.distributed.checkpoint: pip install numpy\n", done.stderr
+
+
 # ------------------------------------------------------------------------------------------------------ train_gpt.py
 
 TINY = ["--depth=2", "--n_embd=32", "--n_head=2", "--seq_len=16", "--total_batch_size=128", "--steps=3", "--device=cpu",
@@ -3303,17 +4053,225 @@ def test_an_unwritable_folder_ends_every_rank(tmp_path):
     blocked.write_text("")
 
     def law(rank):
-        with pytest.raises(train_gpt.UsageError, match="cannot write log.jsonl there: Not a directory"):
+        with pytest.raises(train_gpt.UsageError, match="cannot write log.jsonl there: .*Not a directory"):
             train_gpt.main([*TINY, f"--out={blocked}/out"])
         return True
 
     assert run(2, law) == [True, True]
 
 
+# ------------------------------------------------------------------------------------ train_gpt.py, runs that survive
+
+LONG = [*TINY, "--steps=150", "--eval_every=75"]
+
+
+def launch(ranks: int, *options: str, restarts: int = 0) -> subprocess.Popen:
+    """torchrun with the script, in a session of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+               f"--max-restarts={restarts}", train_gpt.__file__, *options]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def end_of(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr; nothing of it is left."""
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, stdout, stderr
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    """The process ids of torchrun's ranks."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
+    return [int(pid) for pid, parent, command in rows if int(parent) == process.pid and "train_gpt.py" in command]
+
+
+def wait_until(condition: Callable, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate(timeout=5)
+        time.sleep(0.01)
+
+
+def curve(records: list[dict]) -> list[dict]:
+    """What does not depend on the clock or on the header."""
+    return [{key: value for key, value in record.items() if key != "step_ms"} for record in records if "step" in record]
+
+
+def log_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> list[dict]:
+    """The log of an undisturbed run."""
+    return run(2, train_gpt_log, str(tmp_path_factory.mktemp("straight")), *LONG)[0]
+
+
+def test_a_killed_worker_does_not_change_a_bit(straight, tmp_path):
+    """kill -9 of one of two workers: torchrun starts all again, they go on by themselves, with the same losses."""
+    process = launch(2, *LONG, "--save_every=10", f"--out={tmp_path}/killed", restarts=2)
+    wait_until((tmp_path / "killed" / "step_00000020").exists, process)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    code, stdout, stderr = end_of(process)
+    assert code == 0 and re.search(r"resume after step \d+0 of 150", stdout), (stdout, stderr)
+    assert curve(log_of(tmp_path / "killed")) == curve(straight)
+    assert {path.name for path in (tmp_path / "killed").glob("step_*")} == {"step_00000140", "step_00000150"}
+
+
+@pytest.mark.parametrize("number, whom", [(signal.SIGTERM, "a worker"), (signal.SIGINT, "a worker"),
+                                          (signal.SIGTERM, "torchrun"), (signal.SIGINT, "all")])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(number, whom, straight, tmp_path):
+    """SIGTERM or SIGINT, once: one line, a checkpoint, exit code 0; the same command goes on to the same losses."""
+    folder = tmp_path / "stopped"
+    process = launch(2, *LONG, f"--out={folder}")
+    wait_until(lambda: (folder / "log.jsonl").exists() and len(log_of(folder)) > 20, process)
+    if whom == "all":  # Ctrl-C reaches every process of the terminal
+        os.killpg(process.pid, number)
+    else:
+        os.kill(workers(process)[1] if whom == "a worker" else process.pid, number)
+    code, stdout, stderr = end_of(process)
+    stopped = re.findall(r"^stopped by a signal after step (\d+), saved (.*); the same command goes on$", stdout, re.M)
+    assert len(stopped) == 1 and "val loss" not in stdout.split("stopped")[1], (stdout, stderr)
+    step, path = stopped[0]
+    assert log_of(folder)[-1]["step"] == int(step) < 150
+    assert [str(found) for found in folder.glob("step_*")] == [path] and path.endswith(f"step_{int(step):08d}")
+    assert (code == 0) == (whom == "a worker"), (code, stderr)  # torchrun itself reports its own signal as an error
+    assert curve(run(2, train_gpt_log, str(folder), *LONG)[0]) == curve(straight)
+
+
+def test_a_run_goes_on_on_other_ranks_and_with_other_rates(tmp_path):
+    """`--resume=PATH` in another folder and mesh; the command line's rates win; at the last step nothing is trained."""
+    first = run(2, train_gpt_log, str(tmp_path / "a"), *TINY, "--steps=6", "--save_every=3", "--dtype=float64")[0]
+    options = [*TINY, "--steps=6", "--dtype=float64", f"--resume={tmp_path}/a/step_00000003"]
+    other = run(4, train_gpt_log, str(tmp_path / "b"), *options, "--replicate=2", "--tp=2")[0]
+    assert losses_of(other) == pytest.approx(losses_of(first)[3:], abs=1e-10)
+    faster = run(2, train_gpt_log, str(tmp_path / "c"), *options, "--muon_lr=0.1")[0]
+    assert [r["lr"] for r in faster if "lr" in r] == pytest.approx([5 * r["lr"] for r in first if "lr" in r][3:])
+    again = run(2, train_gpt_log, str(tmp_path / "a"), *TINY, "--steps=6", "--dtype=float64")[0]
+    assert losses_of(again) == losses_of(first) and [r["step"] for r in again if "val_loss" in r] == [6]
+    anew = run(2, train_gpt_log, str(tmp_path / "a"), *TINY, "--steps=2", "--dtype=float64", "--resume=none")[0]
+    assert len(losses_of(anew)) == 2 and losses_of(anew)[0] == losses_of(first)[0]
+
+
+@pytest.mark.parametrize("resume, message", [
+    ("nowhere", "--resume nowhere: .*is no complete checkpoint"), ("auto", "is of another model; .*--resume=none star"),
+])
+def test_a_checkpoint_that_does_not_fit_is_refused_by_the_script(resume, message, tmp_path):
+    """One line on every rank, with the way out; the checkpoint stays."""
+    run(2, train_gpt_log, str(tmp_path), *TINY, "--steps=1", "--save_every=1")
+
+    def law(rank):
+        with pytest.raises(train_gpt.UsageError, match=message):
+            train_gpt.main([*TINY, f"--out={tmp_path}", f"--resume={resume}", "--n_embd=64"])
+        return True
+
+    assert run(2, law) == [True, True] and (tmp_path / "step_00000001" / ".metadata").exists()
+
+
+def test_a_run_that_was_killed_in_its_first_checkpoint_starts_anew(tmp_path):
+    """Only scraps in the folder: `--resume=auto` says so and begins at step 1."""
+    run(2, train_gpt_log, str(tmp_path), *TINY, "--save_every=3")
+    torn("unfinished", str(tmp_path / "step_00000003"))
+    assert [r["step"] for r in run(2, train_gpt_log, str(tmp_path), *TINY)[0] if "loss" in r] == [1, 2, 3]
+
+
+def test_what_is_not_finite_leaves_the_weights_and_the_last_checkpoint(tmp_path):
+    """A step whose loss is NaN stops all ranks before it changes anything, and names a parameter."""
+    options = [*TINY, "--steps=50", f"--out={tmp_path}", "--save_every=1", "--keep=99", "--muon_lr=1e30"]
+
+    def law(rank):
+        with pytest.raises(train_gpt.UsageError) as caught:
+            train_gpt.main(options)
+        return str(caught.value)
+
+    first, second = run(2, law)
+    step = int(re.match(r"step (\d+): loss (nan|inf), gradient norm \S+, first in [a-z_.0-9]+; check", first)[1])
+    assert first == second and log_of(tmp_path)[-1]["step"] == step - 1
+
+    def untouched(rank):
+        args = train_gpt.resolve(train_gpt.parse(options), 2)
+        corpus, mesh = train_gpt.load_corpus(args), train_gpt.init_distributed(args)
+        model = train_gpt.build(args, 256)
+        train_gpt.shard(model, mesh, args)
+        optimizer = train_gpt.make_optimizer(model, args)
+        assert dmuon.load_checkpoint(tmp_path, model, optimizer) == step - 1
+        states = [{**model.state_dict(), **{i: s["momentum_buffer"] for i, s in enumerate(optimizer.state.values())
+                                            if "momentum_buffer" in s}} for _ in range(2)]
+        before = {name: local(tensor).clone() for name, tensor in states[0].items()}
+        with pytest.raises(train_gpt.UsageError):
+            train_gpt.train_step(model, optimizer, corpus, args, step, [])
+        return all(torch.equal(local(tensor), before[name]) for name, tensor in states[1].items())
+
+    assert run(2, untouched) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_rank_that_is_gone_ends_the_others_with_the_name_of_the_collective(how, spread):
+    """Rank 1 is lost in layer 0: rank 0 raises within the process group's timeout, and says what it waited for."""
+
+    def law(rank):
+        dist.group.WORLD.set_timeout(timedelta(seconds=3))
+        model = shard(net(make=Bare))  # FSDP2 has nothing in its layers, and does not wait there itself
+        if rank == 1:
+            gone = (lambda *_: os.kill(os.getpid(), signal.SIGKILL)) if how == "dies" else lambda *_: time.sleep(99)
+            model.layers[0].maps[0].register_forward_hook(gone)
+        lacking = [n for n, slot in dmuon.owners(model).items() if slot == (1, 0) and n.startswith("layers.1.")]
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            loss_of(model, batches(2, 1)[0][rank]).backward()
+        assert time.monotonic() - start < 10
+        message = str(caught.value)
+        assert message.startswith(f"dmuon: the broadcast of {', '.join(lacking)} from shard 1 did not end"), message
+        os._exit(0)  # before the group's destructor, which waits for rank 1
+
+    with contextlib.suppress(FileNotFoundError):
+        run(2, law, lost=1, timeout_s=30)
+
+
+def test_the_script_says_in_which_step_a_rank_was_lost(monkeypatch, tmp_path):
+    """Rank 1 is killed before its third step: rank 0 names the step, the phase and the collective."""
+    batches_of = train_gpt.batches
+
+    def batches(corpus, args, step, rank):
+        if step == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batches_of(corpus, args, step, rank)
+
+    monkeypatch.setattr(train_gpt, "batches", batches)
+
+    def law(rank):
+        with pytest.raises(RuntimeError, match="^step 3, forward and backward: "):
+            train_gpt.main([*TINY, f"--out={tmp_path}"])
+        return True
+
+    assert run(2, law, lost=1) == [True]
+
+
+@pytest.mark.parametrize("options", [["--activation_checkpointing"], ["--activation_checkpointing", "--zero=2"],
+                                     ["--activation_checkpointing", "--compile", "--steps=2"]])
+def test_activation_checkpointing_and_compile_log_the_same_losses(options, tmp_path):
+    """To 1e-10 in float64: recomputing and compiling change when things are computed, not what."""
+    plain = run(1, train_gpt_log, str(tmp_path), *TINY, "--dtype=float64")[0]
+    other = run(2, train_gpt_log, str(tmp_path), *TINY, "--dtype=float64", *options, timeout_s=300)[0]
+    assert losses_of(other) == pytest.approx(losses_of(plain)[: len(losses_of(other))], abs=1e-10)
+
+
+def test_saving_without_numpy_is_refused_at_the_start(monkeypatch):
+    """`--save_every` needs it, training does not."""
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(train_gpt.UsageError, match="--save_every 5: checkpoints need numpy: pip install numpy"):
+        train_gpt.resolve(train_gpt.parse(["--save_every=5"]), 1)
+    train_gpt.resolve(train_gpt.parse([]), 1)
+
+
 # ------------------------------------------------------------------------------------------------------- the repository
 
 SIZE_LIMITS = dict.fromkeys(("newton_schulz.py", "partition.py", "hooks.py", "hsdp.py"), 300)
-SIZE_LIMITS |= {"dmuon.py": 450, "train_gpt.py": 500}
+SIZE_LIMITS |= {"dmuon.py": 450, "train_gpt.py": 575}
 
 
 def code_lines(path: str) -> int:
@@ -3329,10 +4287,11 @@ def code_lines(path: str) -> int:
 
 
 def test_every_file_keeps_its_size_promise():
-    """Code lines: concept files at most 300, dmuon.py 450, train_gpt.py 500, as the README says; 120 columns."""
+    """Code lines: concept files at most 300, dmuon.py 450, train_gpt.py 575, in all 2,150, as the README says."""
     here = os.path.dirname(os.path.abspath(__file__))
     readme = open(os.path.join(here, "README.md")).read()
     for name, limit in SIZE_LIMITS.items():
         path = os.path.join(here, name)
         assert code_lines(path) <= limit and f"| `{name}` | {code_lines(path)} |" in readme, (name, code_lines(path))
         assert all(len(line) <= 121 for line in open(path)), name
+    assert sum(code_lines(os.path.join(here, name)) for name in SIZE_LIMITS) <= 2150

@@ -5,6 +5,7 @@
     torchrun --nproc_per_node=8 train_gpt.py --optimizer=adamw     # the base line: FSDP2 and AdamW only
     torchrun --nproc_per_node=8 train_gpt.py --data=book.txt       # your own text, a folder, or GPT-2 tokens in .bin
     torchrun --nproc_per_node=8 train_gpt.py --replicate=2 --tp=2  # HSDP, tensor parallelism: a 2x2x2 mesh
+    torchrun --nproc_per_node=8 --max-restarts=2 train_gpt.py --save_every=100   # goes on where a killed run stopped
 
 Before this file: dmuon.py, which it uses as your own trainer would (see `shard`). After it: test_dmuon.py.
 
@@ -24,6 +25,7 @@ import math
 import os
 import random
 import re
+import signal
 import sys
 import time
 import unicodedata
@@ -31,7 +33,10 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 # Nothing here uses numpy, and torch warns at its first tensor if it is missing
@@ -45,14 +50,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import dmuon
+from hsdp import local, together, union
 from partition import ns_flops
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16, for MFU
 UNICODE_SHA256 = "b6f666dd7e364b61"  # of the default corpus on CPython 3.8 to 3.13
+TIMEOUT = timedelta(minutes=5)  # of a collective: a rank that hangs ends the run
 EVAL_WINDOWS = 128  # held-out sequences, evenly spaced; rounded up to a multiple of ranks x device_batch_size
 
 
@@ -95,6 +103,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         section = parser.add_argument_group(title)
         for name, (default, kind, text) in options.items():
             how = dict(choices=kind, type=type(kind[0])) if isinstance(kind, tuple) else dict(type=kind, metavar="X")
+            how = dict(action="store_true") if kind is bool else how
             section.add_argument(f"--{name}", default=default, help=f"{text} [{default}]", **how)
 
     group("data",
@@ -127,8 +136,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
           tp=(1, number(int, 1), "tensor parallelism: ranks that cut each matrix; divides n_head"),
           replicate_async=(1, (1, 0), "1: new weights travel behind AdamW and the next forward; 0: within the step"),
           zero=(3, (3, 2), "3: free full weights after the forward; 2: keep them for the backward"))
-    group("run, e.g. --dtype=float64 --out=check",
-          out=("out", str, "folder of log.jsonl"),
+    group("memory and speed, e.g. --activation_checkpointing --compile",
+          activation_checkpointing=(False, bool, "recompute each layer in the backward instead of keeping its tensors"),
+          compile=(False, bool, "torch.compile each layer"))
+    group("run, e.g. --dtype=float64 --out=check --save_every=50",
+          out=("out", str, "folder of log.jsonl and of the checkpoints"),
+          save_every=(0, number(int, 0), "steps between checkpoints, and at the end; 0: only when a signal stops it"),
+          keep=(2, number(int, 1), "checkpoints that are kept"),
+          resume=("auto", str, "auto: from the newest checkpoint in --out, if any; none; a checkpoint or their folder"),
           eval_every=(100, number(int, 0), "steps between evaluations; 0: only at the end"),
           sample_every=(0, number(int, 0), "steps between samples; 0: only at the end"),
           log_every=(10, number(int, 1), "steps between printed lines"),
@@ -144,6 +159,8 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
     Raises:
         UsageError: names the option, its value, the arithmetic and the nearest legal values.
     """
+    if args.save_every and find_spec("numpy") is None:
+        raise UsageError(f"--save_every {args.save_every}: checkpoints need numpy: pip install numpy")
     gpus, local_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.device == "cuda" and gpus < local_ranks:
         raise UsageError(f"--device cuda: {local_ranks} local ranks and {gpus} CUDA devices; use --device=cpu")
@@ -384,8 +401,9 @@ class GPT(nn.Module):
     `forward(tokens)`: tokens (B, T) int64 -> logits (B, T, vocab_size).
     """
 
-    def __init__(self, vocab_size: int, depth: int, n_embd: int, n_head: int):
+    def __init__(self, vocab_size: int, depth: int, n_embd: int, n_head: int, recompute: bool = False):
         super().__init__()
+        self.recompute = recompute
         self.embed = nn.Embedding(vocab_size, n_embd)
         self.layers = nn.ModuleList(Block(n_embd, n_head) for _ in range(depth))
         self.norm = nn.RMSNorm(n_embd)
@@ -394,7 +412,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)  # (B, T, C)
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
         return self.head(self.norm(x))  # (B, T, vocab_size)
 
 
@@ -411,7 +429,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def build(args: argparse.Namespace, vocab_size: int) -> GPT:
     """The whole model on every rank, from the seed alone."""
     torch.manual_seed(args.seed)
-    model = GPT(vocab_size, args.depth, args.n_embd, args.n_head)
+    model = GPT(vocab_size, args.depth, args.n_embd, args.n_head, args.activation_checkpointing)
     return model.to(args.device, torch.float64 if args.dtype == "float64" else torch.float32)
 
 
@@ -421,6 +439,8 @@ def shard(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> None:
         for layer in model.layers:
             colwise = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "up_proj")}
             parallelize_module(layer, mesh["tp"], colwise | {n: RowwiseParallel() for n in ("o_proj", "down_proj")})
+    for layer in model.layers if args.compile else []:
+        layer.compile()
     mesh = mesh["replicate", "shard"] if args.replicate > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.dtype == "bfloat16" else MixedPrecisionPolicy()
     if args.optimizer == "muon":
@@ -449,16 +469,20 @@ def clip(model: GPT, args: argparse.Namespace) -> float:
     limit = args.grad_clip or math.inf
     if args.optimizer == "muon":
         return dmuon.clip_grad_norm_(model, limit).item()
-    gradients, squares = [p.grad for p in model.parameters()], torch.zeros((), dtype=torch.float64, device=args.device)
-    for gradient in gradients:  # with tensor parallelism on two meshes, of which torch's clip_grad_norm_ takes one
-        sizes = zip(gradient.placements, gradient.device_mesh.shape)
-        copies = dist.get_world_size() / math.prod(size for placement, size in sizes if not placement.is_replicate())
-        squares += torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64).square() / copies
-    dist.all_reduce(squares)
-    norm = squares.sqrt().item()
-    for gradient in gradients:
-        gradient.mul_(min(1.0, limit / (norm + 1e-6)))
-    return norm
+    meshes: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for p in model.parameters():  # with tensor parallelism on two meshes, of which torch's clip_grad_norm_ takes one
+        meshes.setdefault(p.grad.device_mesh, []).append(p)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in of_mesh]).full_tensor() for of_mesh in meshes.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for of_mesh in meshes.values():
+        torch.nn.utils.clip_grads_with_norm_(of_mesh, limit, norm)
+    return norm.item()
+
+
+def first_not_finite(model: GPT, args: argparse.Namespace) -> str:
+    """A parameter whose gradient is not finite, the first one of the first rank that has such."""
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not local(p.grad).isfinite().all()]
+    return (union(bad, [dist.group.WORLD], torch.device(args.device)) or ["no gradient"])[0]
 
 
 # ------------------------------------------------------------------------------------------- what a run prints
@@ -469,17 +493,26 @@ class Log:
 
     def __init__(self, args: argparse.Namespace):
         self.main = dist.get_rank() == 0
-        self.started, self.losses, self.file = time.perf_counter(), [], None
-        code = torch.zeros((), dtype=torch.int64, device=args.device)
-        if self.main:
-            try:
-                os.makedirs(args.out, exist_ok=True)
-                self.file = open(os.path.join(args.out, "log.jsonl"), "w")
-            except OSError as error:
-                code += error.errno
-        dist.broadcast(code, src=0)  # or the others would wait for a rank that has gone
-        if code:
-            raise UsageError(f"--out {args.out}: cannot write log.jsonl there: {os.strerror(int(code))}")
+        self.started, self.first, self.losses, self.file = time.perf_counter(), 0, [], None
+        try:
+            with together("log", torch.device(args.device)):
+                if self.main:
+                    os.makedirs(args.out, exist_ok=True)
+                    self.file = open(os.path.join(args.out, "log.jsonl"), "a+")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--out {args.out}: cannot write log.jsonl there: {error}") from error
+
+    def rewind(self, step: int) -> None:
+        """Keep the records of steps that are done, none at 0; a killed run may have torn the last line."""
+        self.started, self.first = time.perf_counter(), step
+        if self.file:
+            self.file.seek(0)
+            found = [json.loads(line) for line in self.file if line.endswith("\n") and step]
+            kept = [r for r in found if r.get("step", 0) < step + ("loss" in r)]  # evaluations at this step come again
+            self.losses = [r["loss"] for r in kept if "loss" in r]
+            self.file.truncate(0)
+            for values in kept:
+                self.write(**values)
 
     def print(self, text: str) -> None:
         if self.main:
@@ -498,7 +531,7 @@ class Log:
         self.write(step=step, loss=loss, norm=norm, lr=lr, tokens=step * tokens, step_ms=round(step_ms, 2))
         if step % args.log_every and step not in (1, args.steps):
             return
-        left = (time.perf_counter() - self.started) / step * (args.steps - step)
+        left = (time.perf_counter() - self.started) / (step - self.first) * (args.steps - step)
         line = (f"step {step:5d}/{args.steps} | loss {loss:.3f} | norm {norm:5.2f} | lr {lr:.4f} | {step_ms:.0f} ms "
                 f"(fwd+bwd {ms['fwd+bwd']:.0f}, opt {ms['opt']:.0f}) | {1000 * tokens / step_ms:,.0f} tok/s")
         if args.device == "cuda":
@@ -591,55 +624,113 @@ def init_distributed(args: argparse.Namespace) -> DeviceMesh:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         backend = "nccl" if args.device == "cuda" else "gloo"
-        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(backend, **alone)
-    sizes = {"replicate": args.replicate, "shard": args.data_ranks // args.replicate, "tp": args.tp}
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    return init_device_mesh(args.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        env, how = os.environ, {}
+        if "RANK" not in env:
+            how = dict(store=dist.HashStore(), rank=0, world_size=1)
+        elif env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"]:
+            # torchrun 2.13 keeps its store when it starts workers again, and in it the addresses of the dead ones
+            store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+            store = dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
+            how = dict(store=store, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
+        dist.init_process_group(backend, timeout=TIMEOUT, **how)
+    sizes = (("replicate", args.replicate), ("shard", args.data_ranks // args.replicate), ("tp", args.tp))
+    sizes = {name: size for name, size in sizes if size > 1 or name == "shard"}
+    mesh = init_device_mesh(args.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():
+        group.set_timeout(TIMEOUT)  # FSDP2's, too, which else wait for half an hour
+    return mesh
 
 
-def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace,
-               step: int) -> tuple[float, float, dict[str, float]]:
-    """One optimizer step: mean loss over ranks and micro-steps, norm of the gradient, milliseconds of the two parts."""
+@contextmanager
+def phase(step: int, name: str) -> Iterator[None]:
+    """What fails on the way, a collective say, is told with its step."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"step {step}, {name}: {error}") from error
+
+
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace, step: int,
+               signals: list[int]) -> tuple[float, float, bool, dict[str, float]]:
+    """Mean loss over ranks and micro-steps, norm of the gradient, whether a rank has a signal, milliseconds."""
     start = time.perf_counter()
-    total = torch.zeros((), dtype=torch.float64, device=args.device)
+    total = torch.zeros(2, dtype=torch.float64, device=args.device)
     optimizer.zero_grad()
-    for tokens, targets in batches(corpus, args, step, dist.get_rank()):
-        loss = loss_of(model, tokens, targets) / args.micro_steps
-        loss.backward()
-        total += loss.detach()
-    dist.all_reduce(total)
-    loss = total.item() / dist.get_world_size()
+    with phase(step, "forward and backward"):
+        for i, (tokens, targets) in enumerate(batches(corpus, args, step, dist.get_rank()), start=1):
+            waits = args.optimizer == "muon" and args.zero == 2 and i < args.micro_steps  # Z3 saves memory instead
+            with dmuon.no_sync(model) if waits else nullcontext():
+                loss = loss_of(model, tokens, targets) / args.micro_steps
+                loss.backward()
+            total[0] += loss.detach()
+        total[1] = len(signals)
+        dist.all_reduce(total)
+        loss, stops = total.tolist()
+        loss /= dist.get_world_size()
     middle = time.perf_counter()
-    norm = clip(model, args)
-    if not math.isfinite(loss + norm):  # the same on every rank; the step would spoil weights and momenta
-        raise UsageError(f"step {step}: loss {loss}, gradient norm {norm}; try a lower --muon_lr or --adamw_lr")
-    optimizer.step()
+    with phase(step, "optimizer"):
+        norm = clip(model, args)
+        if not math.isfinite(loss + norm):  # the same on every rank; the step would spoil weights and momenta
+            where = first_not_finite(model, args)
+            raise UsageError(f"step {step}: loss {loss}, gradient norm {norm}, first in {where}; checkpoints are "
+                             f"as they were; try a lower --muon_lr or --adamw_lr")
+        optimizer.step()
     if args.device == "cuda":
         torch.cuda.synchronize()
-    end = time.perf_counter()
-    return loss, norm, {"fwd+bwd": 1000 * (middle - start), "opt": 1000 * (end - middle)}
+    return loss, norm, stops > 0, {"fwd+bwd": 1000 * (middle - start), "opt": 1000 * (time.perf_counter() - middle)}
 
 
-def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace, log: Log) -> None:
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: multiplier(args, step))
-    bar = tqdm(total=args.steps, disable=not (log.main and sys.stderr.isatty()), leave=False)
-    for step in range(1, args.steps + 1):
-        lr = optimizer.param_groups[0]["lr"]
-        loss, norm, ms = train_step(model, optimizer, corpus, args, step)
-        schedule.step()
-        log.step(args, step, loss, norm, lr, ms)
+def resume(model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace, log: Log) -> int:
+    """Steps that a checkpoint has behind it, if `--resume` names one; the options are those of the command line."""
+    step, given, auto = 0, [dict(group) for group in optimizer.param_groups], args.resume == "auto"
+    if args.resume != "none" and (not auto or any(Path(args.out).glob("step_*"))):
+        try:
+            step = dmuon.load_checkpoint(args.out if auto else args.resume, model, optimizer)
+        except (FileNotFoundError, ValueError) as error:
+            if not auto or isinstance(error, ValueError):
+                raise UsageError(f"--resume {args.resume}: {error}; --resume=none starts anew") from error
+            log.print(str(error))  # a run that was killed while it wrote its first
+        log.print(f"resume after step {step} of {args.steps}")
+    for group, options in zip(optimizer.param_groups, given):
+        group.update(options)
+    log.rewind(step)
+    return step
+
+
+def report(model: GPT, corpus: Corpus, args: argparse.Namespace, log: Log, step: int) -> None:
+    """Evaluation and sample, if they are due after the step."""
+    last = step == args.steps
+    if step and (last or args.eval_every and step % args.eval_every == 0):
+        val = evaluate(model, corpus, args)
+        log.write(step=step, val_loss=val)
+        per_byte = f", {val / math.log(2):.3f} bits per byte" if corpus.is_text else ""
+        log.print(f"step {step:5d}/{args.steps} | val loss {val:.4f} nats per token{per_byte}")
+    if step and (last or args.sample_every and step % args.sample_every == 0):
+        log.print("sample\n" + sample(model, corpus, args))
+
+
+def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace, log: Log,
+          done: int) -> None:
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):  # preemption, Ctrl-C; torchrun passes them on
+        signal.signal(number, lambda number, _: signals.append(number))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    report(model, corpus, args, log, done)  # a run that was killed may not have come to it
+    bar = tqdm(total=args.steps, initial=done, disable=not (log.main and sys.stderr.isatty()), leave=False)
+    for step in range(done + 1, args.steps + 1):
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate * multiplier(args, step - 1)
+        loss, norm, stops, ms = train_step(model, optimizer, corpus, args, step, signals)
+        log.step(args, step, loss, norm, optimizer.param_groups[0]["lr"], ms)
         bar.update()
-        last = step == args.steps
-        if last or args.eval_every and step % args.eval_every == 0:
-            val = evaluate(model, corpus, args)
-            log.write(step=step, val_loss=val)
-            per_byte = f", {val / math.log(2):.3f} bits per byte" if corpus.is_text else ""
-            log.print(f"step {step:5d}/{args.steps} | val loss {val:.4f} nats per token{per_byte}")
-        if last or args.sample_every and step % args.sample_every == 0:
-            log.print("sample\n" + sample(model, corpus, args))
+        if stops or args.save_every and (step == args.steps or step % args.save_every == 0):
+            path = dmuon.save_checkpoint(args.out, model, optimizer, step, args.keep)
+            if stops:
+                return log.print(f"stopped by a signal after step {step}, saved {path}; the same command goes on")
+        report(model, corpus, args, log, step)
     bar.close()
-    log.print("loss\n" + loss_curve(log.losses))
+    if log.losses:
+        log.print("loss\n" + loss_curve(log.losses))
 
 
 @record
@@ -659,10 +750,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.optimizer == "muon":
         log.print(dmuon.ownership_table(model))
     optimizer = make_optimizer(model, args)
+    done = resume(model, optimizer, args, log)
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     log.write(options=vars(args), torch=torch.__version__, python=sys.version.split()[0], mesh=mesh.shape,
               data_sha256=corpus.sha256, source_sha256=hashlib.sha256(sources).hexdigest()[:16])
-    train(model, optimizer, corpus, args, log)
+    train(model, optimizer, corpus, args, log, done)
     if log.file:
         log.file.close()
 

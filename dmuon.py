@@ -61,10 +61,9 @@ def _patch_fsdp() -> None:
         if "_get_managed_states" not in _fsdp_init._get_modules_and_states.__code__.co_names:
             raise AttributeError("_get_modules_and_states no longer calls _get_managed_states")
     except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"dmuon cannot patch FSDP2 of torch {torch.__version__} ({error}). Use torch 2.13, or collect the "
-            f"parameters that have '_dedicated_owner_rank' and pass them to every fully_shard(..., ignored_params=...)"
-        ) from error
+        raise ImportError(f"dmuon cannot patch FSDP2 of torch {torch.__version__} ({error}). Use torch 2.13, or "
+                          "collect the parameters that have '_dedicated_owner_rank' and pass them to every "
+                          "fully_shard(..., ignored_params=...)") from error
     if hasattr(original, "_dmuon"):
         return
 
@@ -572,7 +571,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
         folder: of all checkpoints of a run, on a disk that all ranks share.
         model, optimizer: any that FSDP2 has sharded, dedicated or not; the optimizer's parameters are the model's.
         step: how many steps are done.
-        keep: afterwards delete all but that many of the newest checkpoints; None: delete none.
+        keep: at least 1: afterwards delete all but that many of the newest complete checkpoints; None: delete none.
 
     Returns:
         The checkpoint's folder.
@@ -595,11 +594,12 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
         with together("save_checkpoint", device):
             if is_first:
                 if final.exists():
+                    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
                     final.rename(final.with_suffix(".old"))
                 part.rename(final)
-                found = _newest_first(final.parent)
-                whole = [path for path in found if path.suffix != ".part" and (path / ".metadata").exists()]
-                for path in found[found.index(whole[keep - 1]) + 1 :] if keep and len(whole) >= keep else []:
+                scraps = [*final.parent.glob("step_*.part"), *final.parent.glob("step_*.old")]
+                whole = [p for p in _newest_first(final.parent) if not p.suffix and (p / ".metadata").exists()]
+                for path in scraps + (whole[max(1, keep) :] if keep else []):
                     shutil.rmtree(path)
     except Exception as error:
         if is_first:

@@ -1,7 +1,8 @@
 """How does the full matrix appear before it is used, and how does its gradient leave?
 
 Before this file: partition.py (who owns which matrix). After it: hsdp.py, whose `SlotMesh` is this rank's place and its
-communicators, and whose `TwoStageReduce` takes a gradient to its owner: on a 1-D mesh, by one averaging reduce.
+communicators, whose `DedicatedParam` is a matrix's two parameters, `sharded` and `full`, and whose `TwoStageReduce`
+takes a gradient to its owner: on a 1-D mesh, by one averaging reduce.
 
 A hook boundary is a module, usually one transformer layer. Its dedicated matrices are grouped by owner; each group
 has one packed buffer, a flat tensor that one broadcast fills and whose views are the full parameters. Between steps
@@ -15,6 +16,8 @@ the buffer has no storage. The life of one buffer, with the numbers of the comme
   6 compute  the backward runs, while the previous boundary's broadcast is in flight
   7 free     all gradients are in and the next backward begins: the storage goes, the full matrix is at its owner only
   8 reduce   the gradients, which have memory of their own, are packed into one flat tensor and averaged to the owner
+
+Under `dmuon.no_sync` 8 does not come: gradients wait beside `full` for a backward that reduces. Z2 then skips 7, too.
 
    layers.3 as three packed buffers:  owner 0 [ q_proj | k_proj ]   owner 1 [ up_proj ]   owner 2 [ down_proj ]
 
@@ -374,10 +377,9 @@ class DedicatedModel:
         """The state of the engine's current pass; made, and its end scheduled, at the first call in a pass."""
         task_id = torch._C._current_graph_task_id()
         if self.backward is not None and self.backward.task_id != task_id:
-            raise RuntimeError(
-                "a backward runs inside another one, as torch.utils.checkpoint does with use_reentrant=True (pass "
-                "use_reentrant=False), or after one that raised, without a forward in between (run a forward first)"
-            )
+            raise RuntimeError("a backward runs inside another one, as torch.utils.checkpoint does with "
+                               "use_reentrant=True (pass use_reentrant=False), or after one that raised, without a "
+                               "forward in between (run a forward first)")
         if self.backward is None:
             self.backward = Backward(task_id, self)
             torch.autograd.Variable._execution_engine.queue_callback(self.backward.finish)

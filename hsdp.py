@@ -1,7 +1,8 @@
 """What does a second mesh dimension change? Every owner gets replicas: one more average in, one broadcast out.
 
 Before this file: hooks.py, which calls it for every gradient and every new weight. After it: dmuon.py, which calls
-`agree` and `synchronise` at setup, over all dimensions of the mesh.
+`agree` and `synchronise` at setup, over all dimensions of the mesh. `SlotMesh` is a rank's place in the mesh, and
+`DedicatedParam` what a rank keeps of one matrix there; a 1-D mesh is the case of one row.
 
 HSDP arranges the ranks as R rows of G: a row shards the model, the rows are replicas of each other, and every rank has
 its own data. A matrix has one owner in all of it, the *owner slot* (shard, replicate). The ranks of the owner's shard
@@ -264,10 +265,9 @@ class ReplicateBroadcast:
             return
         for p, weight, version in zip(self.params, self.weights, self.versions):
             if weight._version != version:
-                raise RuntimeError(
-                    f"dedicated parameter '{p.fqn}' was written to while its replicate broadcast was in flight; write "
-                    f"inside dmuon.unshard(model), or pass replicate_async=False to dmuon.Muon"
-                )
+                raise RuntimeError(f"dedicated parameter '{p.fqn}' was written to while its replicate broadcast was in "
+                                   "flight; write inside dmuon.unshard(model), or pass replicate_async=False to "
+                                   "dmuon.Muon")
         torch._foreach_copy_([local(weight) for weight in self.weights], split(self.flat, self.params))
 
 
@@ -299,18 +299,16 @@ def check_call(**given: object) -> None:
             raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
     mesh, replicate_mesh = given["mesh"], given["replicate_mesh"]
     if mesh.ndim > (2 if replicate_mesh is None else 1):
-        raise ValueError(
-            f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard gets, (shard,) "
-            f"or (replicate, shard), without tensor parallelism's; with replicate_mesh the 1-D shard mesh"
-        )
+        raise ValueError(f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard "
+                         "gets, (shard,) or (replicate, shard), without tensor parallelism's; with replicate_mesh the "
+                         "1-D shard mesh")
     if replicate_mesh is not None:
         if not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1:
             raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
         common = {*mesh.mesh.tolist()} & {*replicate_mesh.mesh.tolist()}
         if common != {dist.get_rank()}:
-            raise ValueError(
-                f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this rank only"
-            )
+            raise ValueError(f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this "
+                             "rank only")
 
 
 def agree(caller: str, texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: torch.device,
@@ -457,9 +455,8 @@ def wait(works: Iterable[dist.Work], what: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"dmuon: the {what} did not end: another rank has died, hangs, or is elsewhere ({error})"
-            ) from error
+            raise RuntimeError(f"dmuon: the {what} did not end: another rank has died, hangs, or is elsewhere "
+                               f"({error})") from error
 
 
 def names(params: list[DedicatedParam]) -> str:

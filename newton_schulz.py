@@ -212,7 +212,7 @@ def tensor_parallel_newton_schulz(
                               stride=G.stride())
 
 
-# ------------------------------------------------------------------------------------------ Muon's use of it
+# ------------------------------------------------------------------------------------------ in the optimizer
 
 
 def orthogonalise(
@@ -236,6 +236,7 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, m: int, n: int) -> float:
 
 
 def check_muon_options(options: dict) -> None:
+    """Raise ValueError or TypeError for what `dmuon.Muon` documents, naming the option."""
     for name in ("lr", "weight_decay", "eps"):
         if not options[name] >= 0:
             raise ValueError(f"Muon: {name} must be >= 0, not {options[name]}")
@@ -346,10 +347,9 @@ def _checked_triples(coefficients: Sequence[float] | Triples, steps: int) -> Tri
     if not triples or any(len(triple) != 3 for triple in triples):
         raise ValueError(f"coefficients={coefficients!r}: expected one triple (a, b, c) or a sequence of triples")
     if len(triples) != steps:
-        raise ValueError(
-            f"steps={steps} with {len(triples)} coefficient triples: a sequence of triples is made as a whole and "
-            f"must be neither cut nor extended; pass steps={len(triples)}, or one triple such as KELLER_COEFFICIENTS"
-        )
+        raise ValueError(f"steps={steps} with {len(triples)} coefficient triples: a sequence of triples is made as a "
+                         f"whole and must be neither cut nor extended; pass steps={len(triples)}, or one triple such "
+                         "as KELLER_COEFFICIENTS")
     return triples
 
 
@@ -372,10 +372,8 @@ def _checked_restarts(restarts: Sequence[int], steps: int) -> tuple[int, ...]:
     given = list(restarts) if isinstance(restarts, Sequence) else [None]
     if given == [r for r in range(1, steps) if r in given]:
         return tuple(map(int, given))
-    raise ValueError(
-        f"restarts={restarts!r} with steps={steps}: expected ascending iterations in 1..{steps - 1}, such as (2,), "
-        "or () for no restart, or None to choose by precision"
-    )
+    raise ValueError(f"restarts={restarts!r} with steps={steps}: expected ascending iterations in 1..{steps - 1}, such "
+                     "as (2,), or () for no restart, or None to choose by precision")
 
 
 # ------------------------------------------------------------------------------------------ the demonstration

@@ -23,7 +23,8 @@ GPT-2 on 4 slots, one a column. A cell says in how many layers the slot owns the
                                   ##########  ##########  ##########  ##########
 
 The slowest slot sets the time: max/mean of the loads is 1.08 for GPT-2 on 8 slots, 1.02 for Llama-3-8B on 8.
-Nothing here but names and shapes: the same on every rank, no process group, GPT-2 on a thousand slots in 0.05 s.
+Nothing here but names and shapes: the same on every rank, no process group, no torch, GPT-2 on a thousand slots in
+0.05 s. `choose_matrices`, lower down, says which parameters of a model are such matrices, and in which hook boundary.
 `newton_schulz.py` comes before this file, `hooks.py` after it. As a demonstration:
 
     $ python partition.py
@@ -232,12 +233,29 @@ def _find_boundary(path: str, modules: dict[str, nn.Module], is_boundary: Callab
                 return candidate
         elif is_boundary(module):
             if not _has_forward(module):
-                raise ValueError(
-                    f"hook_boundary_predicate is true for '{candidate}', a {type(module).__name__} without a forward: "
-                    f"its hooks would never run; choose the modules in it, or the one around it"
-                )
+                raise ValueError(f"hook_boundary_predicate is true for '{candidate}', a {type(module).__name__} "
+                                 "without a forward: its hooks would never run; choose the modules in it, or the one "
+                                 "around it")
             return candidate
     return None
+
+
+def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str, nn.Module],
+                     is_boundary: Callable | None, strict: bool) -> str:
+    """The path of the one boundary around all places that hold this parameter."""
+    found = []
+    for path, _ in places:
+        boundary = _find_boundary(path, modules, is_boundary)
+        if boundary is None and strict:
+            raise ValueError(f"dedicate_params: no hook boundary around '{fqn}'. Pass a hook_boundary_predicate that "
+                             f"is true for its layer, or hook_boundary_strict=False to let '{clean(path)}' be its own "
+                             "boundary")
+        found.append(path if boundary is None else boundary)
+    if len({id(modules[path]) for path in found}) > 1:
+        names = " and ".join(f"'{clean(f'{path}.{name}')}'" for path, name in places)
+        raise ValueError(f"dedicate_params: one parameter is tied across hook boundaries, as {names}. Choose a hook "
+                         "boundary that contains them all, or make the predicate leave it to FSDP2")
+    return found[0]
 
 
 def _is_default_matrix(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
@@ -271,8 +289,12 @@ def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
 
 
 def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: Callable | None,
-                     strict: bool) -> list[Matrix]:
-    """Every matrix that gets an owner, in model order, with its holders and its boundary."""
+                    strict: bool) -> list[Matrix]:
+    """Every matrix that gets an owner, in model order, with its holders and its boundary.
+
+    The arguments are those of `dmuon.dedicate_params`. Raises ValueError when nothing is chosen, and names a parameter
+    that is no matrix, has no boundary or is tied across two.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     held: dict[nn.Parameter, list[tuple[str, str]]] = {}  # parameter -> its (module path, attribute name)s
     for path, module in modules.items():
@@ -293,12 +315,14 @@ def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: C
         holders = [*dict.fromkeys((modules[p], n) for p, n in places)]
         matrices.append(Matrix(fqn, parameter, holders, modules[boundary], clean(boundary)))
     if not matrices:
-        raise ValueError(
-            f"dedicate_params: no trainable matrix was chosen. By default that is every matrix inside layers.N, "
-            f"layer.N, blocks.N or h.N; pass predicate and hook_boundary_predicate for other names. "
-            f"Matrices in this model: {', '.join(candidates[:12]) or 'none'}{', ...' if len(candidates) > 12 else ''}"
-        )
+        raise ValueError("dedicate_params: no trainable matrix was chosen. By default that is every matrix inside "
+                         "layers.N, layer.N, blocks.N or h.N; pass predicate and hook_boundary_predicate for other "
+                         "names. Matrices in this model: "
+                         f"{', '.join(candidates[:12]) or 'none'}{', ...' if len(candidates) > 12 else ''}")
     return matrices
+
+
+# ------------------------------------------------------------------------------------------ a model's names
 
 
 def named_state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -320,6 +344,7 @@ def describe(model: nn.Module, slots: dict[str, tuple[int, int]]) -> str:
 
 
 def assign_slots(matrices: list[Matrix], num_shards: int, num_replicas: int = 1) -> dict[str, tuple[int, int]]:
+    """FQN -> (shard, replicate) coordinate of the owner slot."""
     shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
     layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
     numbers = assign_owners(shapes, layers, num_shards * num_replicas, num_replicas)
@@ -327,36 +352,13 @@ def assign_slots(matrices: list[Matrix], num_shards: int, num_replicas: int = 1)
 
 
 def check_untouched(model: nn.Module) -> None:
-    """Neither call has been made on a part of the model before."""
+    """Raise ValueError if `dedicate_params` or `fully_shard` has been called on a part of the model before."""
     for name, module in model.named_modules():
         if hasattr(module, "_dmuon"):
             raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
         if _is_a(module, "FSDPModule"):
-            raise ValueError(
-                f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call dedicate_params "
-                f"before fully_shard"
-            )
-
-
-def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str, nn.Module],
-                     is_boundary: Callable | None, strict: bool) -> str:
-    """The path of the one boundary around all places that hold this parameter."""
-    found = []
-    for path, _ in places:
-        boundary = _find_boundary(path, modules, is_boundary)
-        if boundary is None and strict:
-            raise ValueError(
-                f"dedicate_params: no hook boundary around '{fqn}'. Pass a hook_boundary_predicate that is true "
-                f"for its layer, or hook_boundary_strict=False to let '{clean(path)}' be its own boundary"
-            )
-        found.append(path if boundary is None else boundary)
-    if len({id(modules[path]) for path in found}) > 1:
-        names = " and ".join(f"'{clean(f'{path}.{name}')}'" for path, name in places)
-        raise ValueError(
-            f"dedicate_params: one parameter is tied across hook boundaries, as {names}. Choose a hook boundary that "
-            f"contains them all, or make the predicate leave it to FSDP2"
-        )
-    return found[0]
+            raise ValueError(f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call "
+                             "dedicate_params before fully_shard")
 
 
 # ------------------------------------------------------------------------------------------ known models

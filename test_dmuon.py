@@ -3344,6 +3344,9 @@ def test_what_is_no_dedicated_model_is_refused():
             dmuon.dedicate_params(model.parameters(), mesh)
         with pytest.raises(TypeError, match="expected a module, got a generator"):
             dmuon.Muon(model.parameters())
+        for call in (dmuon.full_state_dict, dmuon.owners, lambda model: dmuon.no_sync(model).__enter__()):
+            with pytest.raises(ValueError, match="Net has no dedicated parameters; call dmuon.dedicate_params first"):
+                call(model)
         pair = nn.ModuleList([shard(net()), shard(net())])
         with pytest.raises(ValueError, match="holds 2 models dedicated one by one"):
             dmuon.owners(pair)
@@ -3526,9 +3529,10 @@ def continued(rank: int, layout: str, zero: int, folder: str, first: int, last: 
     model, tp = shard(net(make=make), zero, layout), tp_size(layout)
     optimizer, record = dmuon.Muon(model, **OPTIONS), []
     torch.manual_seed(rank)
-    if first:
-        assert dmuon.load_checkpoint(folder, model, optimizer) == first
     ranks = dist.get_world_size() // tp
+    if first:  # into a model that has been trained: nothing of that may stay
+        train_step(model, optimizer, batches(ranks, 1)[0][rank // tp])
+        assert dmuon.load_checkpoint(folder, model, optimizer) == first
     for step in batches(4, 6)[first:last]:
         optimizer.zero_grad()
         mean = torch.zeros((), dtype=torch.float64)
@@ -3583,6 +3587,32 @@ def test_a_checkpoint_knows_names_and_no_ranks_and_loads_in_plain_pytorch(spread
     plain = net()
     plain.load_state_dict(torch.load(tmp_path / "one.pt")["model"])
     assert all(torch.equal(plain.state_dict()[n], weight) for n, weight in weights.items()) and weights
+
+
+def test_a_scheduler_goes_on_from_a_checkpoint(tmp_path):
+    """Rates come back with the groups: `last_epoch=step - 1` continues the schedule, as in torch."""
+
+    def law(rank):
+        model = shard(net())
+        optimizer, rates = dmuon.Muon(model, **OPTIONS), []
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for step in range(1, 5):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            loss_of(model, batches(2, 1)[0][rank]).backward()
+            optimizer.step()
+            schedule.step()
+            if step == 2:
+                dmuon.save_checkpoint(tmp_path, model, optimizer, step)
+        other = dmuon.Muon(model, lr=9.0)
+        step = dmuon.load_checkpoint(tmp_path, model, other)
+        schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1 / (1 + step), last_epoch=step - 1)
+        for expected in rates[step:]:
+            assert [group["lr"] for group in other.param_groups] == expected
+            other.step()
+            schedule.step()
+        return True
+
+    assert run(2, law) == [True, True]
 
 
 def test_a_model_without_dedicated_matrices_has_checkpoints_too(tmp_path):
@@ -3747,15 +3777,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_ones(kind, failing, 
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
-    """`keep` counts those last written, whatever their steps; a step that is saved again replaces the old one."""
+    """`keep` counts complete ones, by when they were written; a step that is saved again replaces the old one."""
     write_checkpoints(tmp_path, (8, 9))
     write_checkpoints(tmp_path, (1, 2, 3), keep=2)
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000003"}
     torn("no metadata", str(tmp_path / "step_00000003"))  # does not count
     write_checkpoints(tmp_path, (2, 4), keep=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000004"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000003", "step_00000004"}
     write_checkpoints(tmp_path, (2,))
-    assert load_anywhere(tmp_path) == [(2, 2.0, [])] * 2
+    assert load_anywhere(tmp_path) == [(2, 2.0, [])] * 2 and not [*tmp_path.glob("*.*")]
 
 
 def test_checkpoints_without_numpy_say_so(tmp_path):

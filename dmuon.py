@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hooks import DedicatedModel
 from hsdp import DedicatedParam, Slot, SlotMesh, agree, check_call, checksums, local, mesh_device, replicate
-from hsdp import random_states, start_broadcast, synchronise, together, total_norm, union, wait
+from hsdp import parameters_device, random_states, start_broadcast, synchronise, together, total_norm, union, wait
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr
 from newton_schulz import check_muon_options, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
 from newton_schulz import tensor_parallel_mesh, tensor_parallel_norms
@@ -580,7 +580,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
         RuntimeError: on every rank, with the reason, if one cannot write; earlier checkpoints are as they were.
         ImportError: without numpy.
     """
-    dcp, device, is_first = _checkpoint_library(), next(model.parameters()).device, dist.get_rank() == 0
+    dcp, device, is_first = _checkpoint_library(), parameters_device(model), dist.get_rank() == 0
     final = Path(folder) / f"step_{step:08d}"
     part, fqns = final.with_suffix(".part"), {p: clean(fqn) for fqn, p in model.named_parameters()}
     state = {"model": model.state_dict(), "optimizer": {fqns[p]: values for p, values in optimizer.state.items()},
@@ -625,7 +625,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         ValueError: on every rank and before anything is changed; the checkpoint is of another model or optimizer, or
             ranks see different ones.
     """
-    dcp, device, dedicated = _checkpoint_library(), next(model.parameters()).device, _dedicated(model)
+    dcp, device, dedicated = _checkpoint_library(), parameters_device(model), _dedicated(model)
     with together("load_checkpoint", device) as said:
         folder, saved = _find_checkpoint(Path(path))
         said.append(str(folder.resolve()))

@@ -418,6 +418,14 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
+def parameters_device(model: nn.Module) -> torch.device:
+    """Where the parameters are; ValueError if one is on the meta device still."""
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise ValueError(f"parameter '{name}' is on the meta device; call model.to_empty(device=...) first")
+    return p.device
+
+
 # ------------------------------------------------------------------------------------------ small pieces
 
 

@@ -723,11 +723,12 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: ar
         loss, norm, stops, ms = train_step(model, optimizer, corpus, args, step, signals)
         log.step(args, step, loss, norm, optimizer.param_groups[0]["lr"], ms)
         bar.update()
-        if stops or args.save_every and (step == args.steps or step % args.save_every == 0):
-            path = dmuon.save_checkpoint(args.out, model, optimizer, step, args.keep)
-            if stops:
-                return log.print(f"stopped by a signal after step {step}, saved {path}; the same command goes on")
-        report(model, corpus, args, log, step)
+        with phase(step, "checkpoint and evaluation"):
+            if stops or args.save_every and (step == args.steps or step % args.save_every == 0):
+                path = dmuon.save_checkpoint(args.out, model, optimizer, step, args.keep)
+                if stops:
+                    return log.print(f"stopped by a signal after step {step}, saved {path}; the same command goes on")
+            report(model, corpus, args, log, step)
     bar.close()
     if log.losses:
         log.print("loss\n" + loss_curve(log.losses))

@@ -483,7 +483,6 @@ class _StateDicts:
 
     def __init__(self, model: nn.Module, dedicated: DedicatedModel):
         self.model, self.dedicated, self.outermost = model, dedicated, None
-        self.matrices = {holder: p for p in dedicated.params.values() for holder in p.holders}
         for module in model.modules():
             module.register_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
             module.register_state_dict_post_hook(partial(self.after_state_dict))  # torch marks it: no bound method
@@ -492,7 +491,7 @@ class _StateDicts:
 
     def after_state_dict(self, module: nn.Module, state_dict: dict, prefix: str, _: dict) -> None:
         for name in module._parameters:
-            p = self.matrices.get((module, name))
+            p = self.dedicated.matrices.get((module, name))
             if p and not p.is_owner:
                 state_dict.pop(prefix + name, None)
         if not prefix:
@@ -511,7 +510,7 @@ class _StateDicts:
             key = full_name.replace("_checkpoint_wrapped_module.", "")  # whose own hook puts it in again
             if clean(key) in given:
                 state_dict[key] = state_dict.pop(given[clean(key)])
-            value, p = state_dict.get(key), self.matrices.get((holder, name))
+            value, p = state_dict.get(key), self.dedicated.matrices.get((holder, name))
             if isinstance(value, Tensor) and value.shape != (p or tensor).shape:
                 wrong.append(f"size mismatch for {clean(key)}: {tuple(value.shape)} in the state dict, "
                              f"{tuple((p or tensor).shape)} in the model")
@@ -545,9 +544,8 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool
     """
     dedicated, state = _require_dedicated(model, "full_state_dict"), {}
     _reshard_fsdp(model)
-    matrices = {holder for p in dedicated.params.values() for holder in p.holders}
     for fqn, holder, name, _ in [*named_state(model)]:
-        with unshard(holder) if (holder, name) in matrices else nullcontext():
+        with unshard(holder) if (holder, name) in dedicated.matrices else nullcontext():
             tensor = holder._parameters.get(name, holder._buffers.get(name)).detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if not rank0_only or dist.get_rank() == 0:
@@ -703,8 +701,9 @@ def _find_checkpoint(path: Path) -> tuple[Path, dict]:
 
 
 def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: DedicatedModel | None) -> None:
-    ours = {clean(fqn): tuple(tensor.shape) for fqn, _, _, tensor in named_state(model)}
-    ours |= {fqn: tuple(p.shape) for fqn, p in dedicated.params.items()} if dedicated else {}
+    matrices = dedicated.matrices if dedicated else {}
+    ours = {clean(fqn): tuple(matrices.get((holder, name), tensor).shape)
+            for fqn, holder, name, tensor in named_state(model)}
     entries = {name.removeprefix("model."): entry for name, entry in saved.items() if name.startswith("model.")}
     theirs = {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
     problems = [f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {ours.get(name, 'nothing')} in the model"
@@ -722,7 +721,7 @@ def _empty_state(saved: dict, model: nn.Module, dedicated: DedicatedModel | None
             del params[p.fqn]
     for name, entry in saved.items():
         fqn, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if name.startswith("optimizer.") and fqn in params:
+        if name.startswith("optimizer.") and fqn in params and hasattr(entry, "size"):  # no tensor: nothing to keep
             dtype, is_whole = entry.properties.dtype, entry.size == params[fqn].shape
             empty = torch.zeros_like(params[fqn], dtype=dtype) if is_whole else torch.zeros(entry.size, dtype=dtype)
             state.setdefault(fqn, {})[key] = empty.detach()  # AdamW's count of steps is on the CPU

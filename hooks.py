@@ -306,6 +306,7 @@ class DedicatedModel:
                  reshard_after_forward: bool = True, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()):
         self.mesh, self.reshard_after_forward, self.mp_policy = mesh, reshard_after_forward, mp_policy
         self.params = {p.fqn: p for params in boundaries.values() for p in params}
+        self.matrices = {holder: p for p in self.params.values() for holder in p.holders}  # by (module, attribute)
         # The root's hooks tell when a forward begins and ends, and that a backward runs, even if it has no matrices
         self.boundaries = [Boundary(m, params, self) for m, params in {model: [], **boundaries}.items()]
         self.forward_root: Boundary | None = None  # the outermost boundary that runs now

@@ -3589,6 +3589,23 @@ def test_a_checkpoint_knows_names_and_no_ranks_and_loads_in_plain_pytorch(spread
     assert all(torch.equal(plain.state_dict()[n], weight) for n, weight in weights.items()) and weights
 
 
+def test_a_tied_matrix_has_both_names_in_checkpoints_and_state_dicts(spread, tmp_path):
+    """Saved and loaded on two ranks and on one: the bits of an uninterrupted run; a plain model takes the full one."""
+    six = run(2, continued, "2", 3, str(tmp_path / "never"), 0, 6, Tied)
+    run(2, continued, "2", 3, str(tmp_path), 0, 3, Tied)
+    assert_same(merged(run(2, continued, "2", 3, str(tmp_path), 3, 6, Tied)), merged(six)[3:], tolerance=0.0)
+    assert_same(merged(run(1, continued, "1", 3, str(tmp_path), 3, 6, Tied)), merged(six)[3:])
+
+    def law(rank):
+        model, plain = shard(net(make=Tied)), other_net(Tied)
+        model.load_state_dict(plain.state_dict())
+        full = dmuon.full_state_dict(model, rank0_only=False)
+        return net(make=Tied).load_state_dict(full) == ([], []) and all(
+            torch.equal(full[n], tensor) for n, tensor in plain.state_dict().items())
+
+    assert run(2, law) == [True, True]
+
+
 def test_a_checkpoint_from_before_the_first_step_has_no_momenta(tmp_path):
     """Loaded into a trained model it gives the fresh one: no state of the optimizer stays."""
 

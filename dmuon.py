@@ -16,8 +16,9 @@ shows whole matrices on every rank.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
-import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,7 +38,8 @@ from hsdp import parameters_device, random_states, start_broadcast, synchronise,
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr
 from newton_schulz import check_muon_options, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
 from newton_schulz import tensor_parallel_mesh, tensor_parallel_norms
-from partition import assign_slots, check_untouched, choose_matrices, clean, describe, named_state, ownership_map
+from partition import assign_slots, check_sharded, check_untouched, choose_matrices, clean, describe, named_state
+from partition import ownership_map
 
 __all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "owned_params", "owners",
            "ownership_table", "full_state_dict", "save_checkpoint", "load_checkpoint", "newton_schulz",
@@ -86,14 +88,9 @@ _patch_fsdp()
 
 
 def dedicate_params(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    predicate: Callable[[str, nn.Parameter], bool] | None = None,
-    *,
-    reshard_after_forward: bool = True,
-    replicate_mesh: DeviceMesh | None = None,
-    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
-    hook_boundary_strict: bool = True,
+    model: nn.Module, mesh: DeviceMesh, predicate: Callable[[str, nn.Parameter], bool] | None = None, *,
+    reshard_after_forward: bool = True, replicate_mesh: DeviceMesh | None = None,
+    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None, hook_boundary_strict: bool = True,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> dict[str, Slot]:
     """Give each matrix of the model one owner. Call it before `fully_shard`, with the same mesh.
@@ -284,23 +281,11 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        lr: float = 0.02,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        weight_decay: float = 0.0,
-        adjust_lr_fn: str | None = "match_rms_adamw",
-        ns_backend: str = "gram",
-        ns_steps: int = 5,
-        ns_coefficients: Sequence = POLAR_EXPRESS_COEFFICIENTS,
-        ns_dtype: torch.dtype | None = None,
-        eps: float = 1e-30,
-        adamw_lr: float = 1e-3,
-        adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8,
-        adamw_weight_decay: float = 0.0,
-        param_groups: list[dict] | None = None,
+        self, model: nn.Module, lr: float = 0.02, momentum: float = 0.95, nesterov: bool = True,
+        weight_decay: float = 0.0, adjust_lr_fn: str | None = "match_rms_adamw", ns_backend: str = "gram",
+        ns_steps: int = 5, ns_coefficients: Sequence = POLAR_EXPRESS_COEFFICIENTS, ns_dtype: torch.dtype | None = None,
+        eps: float = 1e-30, adamw_lr: float = 1e-3, adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8, adamw_weight_decay: float = 0.0, param_groups: list[dict] | None = None,
         replicate_async: bool = True,
     ):
         self._dedicated, self._replicate_async = _require_dedicated(model, "Muon"), replicate_async
@@ -313,7 +298,8 @@ class Muon(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW([{"params": []}], adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         matrices = [p for p in model.parameters() if hasattr(p, "_dedicated_owner_rank")]
         others = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
-        _check_sharded(others, self._dedicated)
+        mesh = self._dedicated.mesh
+        check_sharded(others, mesh.tp_mesh, mesh.num_shards * mesh.num_replicas)
         groups = [{"params": matrices}, {"params": others}] if param_groups is None else param_groups
         super().__init__(groups, defaults={"lr": lr})
 
@@ -379,22 +365,6 @@ class Muon(torch.optim.Optimizer):
         lr = float(group["lr"])
         adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *p.shape[-2:])  # by the shape of the whole matrix
         local(p).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-adjusted)
-
-
-def _check_sharded(others: list[nn.Parameter], dedicated: DedicatedModel) -> None:
-    """Without FSDP2 nobody averages these gradients, and the ranks would drift apart without a word."""
-    trained = [p for p in others if p.requires_grad]
-    mesh = dedicated.mesh
-    ranks = mesh.num_shards * mesh.num_replicas
-    sharded = [p for p in trained if isinstance(p, DTensor) and p.device_mesh != mesh.tp_mesh]
-    if ranks > 1 and trained and not sharded:
-        raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
-    tp_names = mesh.tp_mesh.mesh_dim_names if mesh.tp_mesh is not None else ()
-    for p in sharded:
-        sizes = zip(p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim, p.device_mesh.shape)
-        if math.prod(size for name, size in sizes if name not in tp_names) != ranks:
-            raise ValueError(f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over {p.device_mesh}, "
-                             f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
 
 
 # ------------------------------------------------------------------------------------ accumulation and clipping
@@ -465,8 +435,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
 # -------------------------------------------------------------------------------------------------- state dicts
 
 
-def _reshard_fsdp(model: nn.Module) -> None:
-    """After a forward without a backward FSDP2 may still show whole parameters."""
+def _settle(model: nn.Module, dedicated: DedicatedModel | None) -> None:
+    """The modules hold what they hold between steps, also after a backward that raised, or, in FSDP2, after an eval."""
+    if dedicated:
+        dedicated.settle()
+        dedicated.finish_replicate_broadcasts()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -494,6 +467,8 @@ class _StateDicts:
             p = self.dedicated.matrices.get((module, name))
             if p and not p.is_owner:
                 state_dict.pop(prefix + name, None)
+            elif p and module._parameters[name] is p.full:  # in a backward that has raised, say
+                state_dict[prefix + name] = p.sharded.detach()
         if not prefix:
             for key in [key for key in state_dict if clean(key) != key]:
                 state_dict[clean(key)] = state_dict.pop(key)
@@ -502,22 +477,21 @@ class _StateDicts:
         """At the outermost module: give every entry the name and the form that torch's own loading expects there."""
         if prefix and module is not self.model:
             return
-        self.dedicated.settle()
-        self.dedicated.finish_replicate_broadcasts()
-        _reshard_fsdp(self.model)
+        _settle(self.model, self.dedicated)
         self.outermost, given, wrong = module, {clean(key): key for key in state_dict}, []
         for full_name, holder, name, tensor in named_state(module, prefix.rstrip(".")):
             key = full_name.replace("_checkpoint_wrapped_module.", "")  # whose own hook puts it in again
             if clean(key) in given:
                 state_dict[key] = state_dict.pop(given[clean(key)])
             value, p = state_dict.get(key), self.dedicated.matrices.get((holder, name))
-            if isinstance(value, Tensor) and value.shape != (p or tensor).shape:
+            given_tensor, device = isinstance(value, Tensor), self.dedicated.mesh.device
+            if given_tensor and value.shape != (p or tensor).shape:
                 wrong.append(f"size mismatch for {clean(key)}: {tuple(value.shape)} in the state dict, "
                              f"{tuple((p or tensor).shape)} in the model")
-            elif p and not p.is_owner:
-                state_dict[key] = tensor  # a placeholder, or the owner's value comes afterwards
-            elif isinstance(tensor, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-                value = value.to(tensor.device)
+            elif p and not p.is_owner and not (p.in_column and given_tensor):  # the owner's value comes afterwards
+                state_dict[key] = torch.empty_like(tensor, dtype=value.dtype, device=device) if given_tensor else tensor
+            elif isinstance(tensor, DTensor) and given_tensor and not isinstance(value, DTensor):
+                value = value.to(device)
                 state_dict[key] = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         wrong = union(wrong, self.dedicated.mesh.groups(), self.dedicated.mesh.device)
         if wrong:
@@ -543,7 +517,7 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool
         rank0_only: ranks other than global rank 0 get an empty dict.
     """
     dedicated, state = _require_dedicated(model, "full_state_dict"), {}
-    _reshard_fsdp(model)
+    _settle(model, dedicated)
     for fqn, holder, name, _ in [*named_state(model)]:
         with unshard(holder) if (holder, name) in dedicated.matrices else nullcontext():
             tensor = holder._parameters.get(name, holder._buffers.get(name)).detach()
@@ -575,29 +549,38 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
         The checkpoint's folder.
 
     Raises:
-        RuntimeError: on every rank, with the reason, if one cannot write; earlier checkpoints are as they were.
+        RuntimeError: on every rank, with the reason, if one cannot write, or they do not share the disk; earlier
+            checkpoints are as they were.
+        ValueError: a negative step, keep below 1.
         ImportError: without numpy.
     """
+    if step < 0 or keep is not None and keep < 1:
+        raise ValueError(f"save_checkpoint: step {step}, keep {keep}; expected step >= 0, and keep >= 1 or None")
     dcp, device, is_first = _checkpoint_library(), parameters_device(model), dist.get_rank() == 0
     final = Path(folder) / f"step_{step:08d}"
-    part, fqns = final.with_suffix(".part"), {p: clean(fqn) for fqn, p in model.named_parameters()}
-    state = {"model": model.state_dict(), "optimizer": {fqns[p]: values for p, values in optimizer.state.items()},
-             "groups": _groups(optimizer), "step": step, "rng": random_states(device)}
+    part, old = final.with_suffix(".part"), final.with_suffix(".old")
     try:
-        with together("save_checkpoint", device):
+        with together("save_checkpoint", device) as said:
+            said.append(str(final.resolve()))
+            _settle(model, _dedicated(model))
+            names = _names(model)
+            state = {"model": {clean(key): value for key, value in model.state_dict().items()}, "step": step,
+                     "optimizer": {names[p]: values for p, values in optimizer.state.items()},
+                     "groups": _groups(optimizer, names)}
             if is_first:
                 shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
                 part.mkdir(parents=True)
-        _call_dcp(dcp.save, state, part)
+        _call_dcp(dcp.save, state | {"rng": random_states(device)}, part)
         with together("save_checkpoint", device):
             if is_first:
+                _entries(part)  # on a disk that the ranks do not share the others' files are missing
+                shutil.rmtree(old, ignore_errors=True)
                 if final.exists():
-                    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
-                    final.rename(final.with_suffix(".old"))
+                    final.rename(old)
                 part.rename(final)
-                scraps = [*final.parent.glob("step_*.part"), *final.parent.glob("step_*.old")]
+                scraps = [path for path in _newest_first(final.parent) if path.suffix]
                 whole = [p for p in _newest_first(final.parent) if not p.suffix and (p / ".metadata").exists()]
-                for path in scraps + (whole[max(1, keep) :] if keep else []):
+                for path in scraps + whole[keep:] if keep else scraps:
                     shutil.rmtree(path)
     except Exception as error:
         if is_first:
@@ -614,33 +597,44 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     with, rates included, as by torch's `load_state_dict`. Rank r takes the random state of rank r modulo their number.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints: then the newest that is complete; others are skipped with a line
-            to the logger "dmuon".
+        path: a checkpoint, or a folder of checkpoints: then the last one written that is complete, whatever its step;
+            others are skipped with a line to the logger "dmuon".
         model, optimizer: as for `save_checkpoint`, on a real device.
 
     Raises:
         FileNotFoundError: on every rank; there is no complete checkpoint.
-        ValueError: on every rank and before anything is changed; the checkpoint is of another model or optimizer, or
-            ranks see different ones.
+        ValueError: on every rank and before anything is changed; the checkpoint is of another model or optimizer, ranks
+            see different ones, or gradients of `no_sync` have not been reduced.
     """
     dcp, device, dedicated = _checkpoint_library(), parameters_device(model), _dedicated(model)
+    if dedicated and dedicated.waiting:
+        raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of it; they would be added "
+                         "to the next ones")
     with together("load_checkpoint", device) as said:
-        folder, saved = _find_checkpoint(Path(path))
-        said.append(str(folder.resolve()))
-        _check_names(folder, saved, model, dedicated)
+        _settle(model, dedicated)
+        folder, saved, reasons = _find_checkpoint(Path(path))
+        said.append(str(folder and folder.resolve()))
+        if folder:
+            _check_names(folder, saved, model, dedicated)
+    if folder is None:
+        raise FileNotFoundError("load_checkpoint: " + "; ".join(reasons))
+    names = _names(model)
     rng = {name: torch.empty(saved[f"rng.{name}"].size, dtype=torch.uint8) for name in ("cpu", device.type)
            if f"rng.{name}" in saved}
     state = {"step": 0, "rng": rng, "groups": ()}
     _call_dcp(dcp.load, state, folder)
-    options = [[group.keys() - {"initial_lr"} for group in groups] for groups in (state["groups"], _groups(optimizer))]
-    if options[0] != options[1]:  # a scheduler's rate aside
-        raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is of another optimizer")
-    values = _empty_state(saved, model, dedicated)
-    _call_dcp(dcp.load, {"model": model.state_dict(), "optimizer": values}, folder)  # in place
+    for ours, theirs in itertools.zip_longest(_groups(optimizer, names), state["groups"], fillvalue={}):
+        if ours.get("params") != theirs.get("params") or ours.keys() ^ theirs.keys() - {"initial_lr"}:
+            raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is of another optimizer")
+    values = _empty_state(saved, {names[p]: p for group in optimizer.param_groups for p in group["params"]}, dedicated)
+    given = model.state_dict()
+    weights = {clean(key): value for key, value in given.items()}
+    _call_dcp(dcp.load, {"model": weights, "optimizer": values}, folder)  # in place
+    model.load_state_dict({key: weights[clean(key)] for key in given if key.endswith("_extra_state")}, strict=False)
     optimizer.state.clear()
-    optimizer.state.update({p: values[clean(fqn)] for fqn, p in model.named_parameters() if clean(fqn) in values})
+    optimizer.state.update({p: values[fqn] for p, fqn in names.items() if fqn in values})
     for group, options in zip(optimizer.param_groups, state["groups"]):
-        group.update(options)
+        group.update({**options, "params": group["params"]})
     if dedicated:
         dedicated.refresh()
     for name, states in rng.items():
@@ -665,39 +659,51 @@ def _call_dcp(function: Callable, state: dict, folder: Path) -> None:
         raise RuntimeError(f"'{folder}': {reasons}") from error
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> tuple[dict, ...]:
-    """The groups' options; a tuple, which dcp saves as one object."""
+def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {p: clean(fqn) for fqn, p in model.named_parameters()}
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> tuple[dict, ...]:
+    """The groups, their parameters by name; a tuple, which dcp saves as one object."""
     plain = lambda value: value.item() if isinstance(value, Tensor) else value
-    return tuple({key: plain(group[key]) for key in group.keys() - {"params"}} for group in optimizer.param_groups)
+    return tuple({**{key: plain(value) for key, value in group.items()}, "params": [names[p] for p in group["params"]]}
+                 for group in optimizer.param_groups)
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Checkpoints, torn ones too, by the time when they were written."""
-    files = {path: path / ".metadata" for path in folder.glob("step_*")}  # which dcp writes last
+    """Checkpoints, torn ones too, by the time when they were written, not by their steps."""
+    found = [p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}(\.part|\.old)?", p.name) and p.is_dir()]
+    files = {path: path / ".metadata" for path in found}  # which dcp writes last
     times = {path: (file if file.exists() else path).stat().st_mtime_ns for path, file in files.items()}
     return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
 
 
-def _find_checkpoint(path: Path) -> tuple[Path, dict]:
-    """The newest complete checkpoint, or `path` itself; dcp's description of its entries, by name."""
-    dcp, reasons = _checkpoint_library(), []
+def _entries(folder: Path) -> dict:
+    """dcp's description of a checkpoint's entries, by name; an error if the files have not all of them."""
+    metadata = _checkpoint_library().FileSystemReader(folder).read_metadata()
+    for info in metadata.storage_data.values():
+        if (folder / info.relative_path).stat().st_size < info.offset + info.length:
+            raise ValueError(f"{info.relative_path} is too short")
+    if "step" not in metadata.state_dict_metadata:
+        raise ValueError("save_checkpoint has not written it")
+    return metadata.state_dict_metadata
+
+
+def _find_checkpoint(path: Path) -> tuple[Path | None, dict, list[str]]:
+    """The newest complete checkpoint, or `path` itself; its entries; what is wrong with those before it."""
+    reasons = []
     for candidate in _newest_first(path) or [path]:
         try:
-            if candidate.suffix == ".part":
-                raise ValueError("the run ended while it was written")
-            metadata = dcp.FileSystemReader(candidate).read_metadata()
-            for info in metadata.storage_data.values():
-                if (candidate / info.relative_path).stat().st_size < info.offset + info.length:
-                    raise ValueError(f"{info.relative_path} is too short")
-            if "step" not in metadata.state_dict_metadata:
-                raise ValueError("save_checkpoint has not written it")
+            if candidate.suffix == ".part" or not candidate.is_dir():
+                raise ValueError("the run ended while it was written" if candidate.is_dir() else "no such folder")
+            entries = _entries(candidate)
         except Exception as error:
             reasons.append(f"'{candidate}' is no complete checkpoint: {error}")
             continue
         for reason in reasons if dist.get_rank() == 0 else []:
             logging.getLogger("dmuon").warning("skipped: %s", reason)
-        return candidate, metadata.state_dict_metadata
-    raise FileNotFoundError("load_checkpoint: " + "; ".join(reasons))
+        return candidate, entries, reasons
+    return None, {}, reasons
 
 
 def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: DedicatedModel | None) -> None:
@@ -705,7 +711,7 @@ def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: Dedicat
     ours = {clean(fqn): tuple(matrices.get((holder, name), tensor).shape)
             for fqn, holder, name, tensor in named_state(model)}
     entries = {name.removeprefix("model."): entry for name, entry in saved.items() if name.startswith("model.")}
-    theirs = {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+    theirs = {name: tuple(entry.size) for name, entry in entries.items() if "_extra_state" not in name}
     problems = [f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {ours.get(name, 'nothing')} in the model"
                 for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
     if problems:
@@ -713,16 +719,15 @@ def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: Dedicat
         raise ValueError(f"load_checkpoint: '{folder}' is of another model; {'; '.join(problems[:5])}{more}")
 
 
-def _empty_state(saved: dict, model: nn.Module, dedicated: DedicatedModel | None) -> dict[str, dict]:
-    """{FQN: {key: tensor}} to load this rank's part of an optimizer's state into."""
-    params, state = {clean(fqn): p for fqn, p in model.named_parameters()}, {}
-    for p in dedicated.params.values() if dedicated else []:
-        if not p.is_owner:
-            del params[p.fqn]
+def _empty_state(saved: dict, params: dict[str, nn.Parameter], dedicated: DedicatedModel | None) -> dict[str, dict]:
+    """{FQN: {key: tensor}} to load this rank's part of the parameters' optimizer state into."""
+    peers = {p.sharded for p in dedicated.params.values() if not p.is_owner} if dedicated else set()
+    state: dict[str, dict] = {}
     for name, entry in saved.items():
         fqn, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if name.startswith("optimizer.") and fqn in params and hasattr(entry, "size"):  # no tensor: nothing to keep
-            dtype, is_whole = entry.properties.dtype, entry.size == params[fqn].shape
-            empty = torch.zeros_like(params[fqn], dtype=dtype) if is_whole else torch.zeros(entry.size, dtype=dtype)
-            state.setdefault(fqn, {})[key] = empty.detach()  # AdamW's count of steps is on the CPU
+        is_state = name.startswith("optimizer.") and hasattr(entry, "size")  # else no tensor: nothing to keep
+        if is_state and fqn in params and params[fqn] not in peers:
+            is_whole = entry.size == params[fqn].shape  # in the weight's dtype; else a count of steps, on the CPU
+            empty = torch.zeros_like(params[fqn]) if is_whole else torch.zeros(entry.size, dtype=entry.properties.dtype)
+            state.setdefault(fqn, {})[key] = empty.detach()
     return state

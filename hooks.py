@@ -286,6 +286,8 @@ class Backward:
         """8 reduce: one collective a buffer, without the frozen."""
         for buffer in self.reduces[self.reduce_cursor].buffers:
             trained = [p for p in buffer.params if p.full.requires_grad]
+            for p in {*buffer.params} - {*trained}:
+                p.waiting = None  # frozen since a micro-batch under `no_sync`
             if trained:
                 self.in_flight.append(TwoStageReduce(trained, buffer.reduce_dtype, self.model.mesh))
         self.reduce_cursor += 1

@@ -50,13 +50,8 @@ Triples = Sequence[Sequence[float]]
 KELLER_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 # A triple a step, from 0.01 on to 0.97..1.04 (@YouJiacheng).
-YOU_COEFFICIENTS = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
+YOU_COEFFICIENTS = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+                    (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
 
 # A triple a step, the best for the worst singular value: from 0.003 on to 0.84..1.13 (Polar Express, Amsel et al. 2025,
 # arXiv 2505.16932). The factor 1.05 leaves room for singular values that rounding has pushed above 1.
@@ -242,9 +237,8 @@ def check_muon_options(options: dict) -> None:
             raise ValueError(f"Muon: {name} must be >= 0, not {options[name]}")
     if not 0 <= options["momentum"] < 1:
         raise ValueError(f"Muon: momentum must be in [0, 1), not {options['momentum']}")
-    newton_schulz(
-        torch.ones(1, 1), options["ns_coefficients"], options["ns_steps"], options["eps"], options["ns_dtype"]
-    )  # here, on every rank: in a step only the owners would see what it refuses
+    iteration = (options[name] for name in ("ns_coefficients", "ns_steps", "eps", "ns_dtype"))
+    newton_schulz(torch.ones(1, 1), *iteration)  # here, on every rank: in a step only the owners would see a refusal
     choices = {"adjust_lr_fn": (None, "original", "match_rms_adamw"), "ns_backend": ("gram", "direct")}
     for name, known in choices.items():
         if options[name] not in known:
@@ -263,9 +257,8 @@ def direct_iterations(X: Tensor, triples: Triples) -> Tensor:
     return X
 
 
-def gram_iterations(
-    X: Tensor, triples: Triples, restarts: Sequence[int], group: dist.ProcessGroup | None = None
-) -> Tensor:
+def gram_iterations(X: Tensor, triples: Triples, restarts: Sequence[int],
+                    group: dist.ProcessGroup | None = None) -> Tensor:
     """The same, with two products of X for each segment between restarts; with a group X is a shard (B, m, n / T)."""
     for start, end in zip((0, *restarts), (*restarts, len(triples))):
         R = torch.bmm(X, X.mT)  # (B, m, m)

@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # planning needs no torch, and choosing goes by names and shapes, too
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 UNIT_NUMEL = 65536  # elements; below it a broadcast costs its latency, so small matrices of a layer share one message
 
@@ -208,12 +209,10 @@ def clean(name: str) -> str:
     return WRAPPERS.sub("", name).lstrip(".")
 
 
-def _ancestors(path: str) -> Iterator[str]:
+def _ancestors(path: str) -> list[str]:
     """Paths of a module and of those that contain it, the lowest first, the root ("") last."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -260,13 +259,8 @@ def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str,
 
 def _is_default_matrix(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
     """What Muon is for: matrices and stacked matrices of linear maps; no embedding, norm, convolution or bias table."""
-    return (
-        parameter.ndim in (2, 3)
-        and min(parameter.shape[-2:]) > 1
-        and parameter.is_floating_point()
-        and not _is_a(module, *NO_MATRICES)
-        and not re.search("bias|embed", name)
-    )
+    usual = parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1 and parameter.is_floating_point()
+    return usual and not _is_a(module, *NO_MATRICES) and not re.search("bias|embed", name)
 
 
 def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
@@ -361,19 +355,27 @@ def check_untouched(model: nn.Module) -> None:
                              "dedicate_params before fully_shard")
 
 
+def check_sharded(parameters: list[nn.Parameter], tp_mesh: DeviceMesh | None, ranks: int) -> None:
+    """Raise ValueError unless FSDP2 averages these gradients over that many ranks: they would drift in silence."""
+    trained = [p for p in parameters if p.requires_grad]
+    sharded = [p for p in trained if hasattr(p, "device_mesh") and p.device_mesh != tp_mesh]
+    if ranks > 1 and trained and not sharded:
+        raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
+    tp_names = tp_mesh.mesh_dim_names if tp_mesh is not None else ()
+    for p in sharded:
+        sizes = zip(p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim, p.device_mesh.shape)
+        if prod(size for name, size in sizes if name not in tp_names) != ranks:
+            raise ValueError(f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over {p.device_mesh}, "
+                             f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
+
+
 # ------------------------------------------------------------------------------------------ known models
 
 _MODELS = {
-    "gpt2": (
-        12,
-        {"attn.q": (768, 768), "attn.k": (768, 768), "attn.v": (768, 768), "attn.o": (768, 768)}
-        | {"mlp.up": (3072, 768), "mlp.down": (768, 3072)},
-    ),
-    "llama3-8b": (
-        32,
-        {"attn.q": (4096, 4096), "attn.k": (1024, 4096), "attn.v": (1024, 4096), "attn.o": (4096, 4096)}
-        | {"mlp.gate": (14336, 4096), "mlp.up": (14336, 4096), "mlp.down": (4096, 14336)},
-    ),
+    "gpt2": (12, {"attn.q": (768, 768), "attn.k": (768, 768), "attn.v": (768, 768), "attn.o": (768, 768),
+                  "mlp.up": (3072, 768), "mlp.down": (768, 3072)}),
+    "llama3-8b": (32, {"attn.q": (4096, 4096), "attn.k": (1024, 4096), "attn.v": (1024, 4096), "attn.o": (4096, 4096),
+                       "mlp.gate": (14336, 4096), "mlp.up": (14336, 4096), "mlp.down": (4096, 14336)}),
 }
 
 

@@ -141,9 +141,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
           compile=(False, bool, "torch.compile each layer"))
     group("run, e.g. --dtype=float64 --out=check --save_every=50",
           out=("out", str, "folder of log.jsonl and of the checkpoints"),
-          save_every=(0, number(int, 0), "steps between checkpoints, and at the end; 0: only when a signal stops it"),
-          keep=(2, number(int, 1), "checkpoints that are kept"),
-          resume=("auto", str, "auto: from the newest checkpoint in --out, if any; none; a checkpoint or their folder"),
+          save_every=(0, number(int, 0), "steps between checkpoints; also saves at the end; 0: only on a signal"),
+          keep=(2, number(int, 1), "newest checkpoints to keep; older ones in --out are deleted"),
+          resume=("auto", str, "auto: the newest checkpoint in --out, if any; none; or a path to one, or to a folder"),
           eval_every=(100, number(int, 0), "steps between evaluations; 0: only at the end"),
           sample_every=(0, number(int, 0), "steps between samples; 0: only at the end"),
           log_every=(10, number(int, 1), "steps between printed lines"),
@@ -479,10 +479,10 @@ def clip(model: GPT, args: argparse.Namespace) -> float:
     return norm.item()
 
 
-def first_not_finite(model: GPT, args: argparse.Namespace) -> str:
+def first_not_finite(model: GPT) -> str:
     """A parameter whose gradient is not finite, the first one of the first rank that has such."""
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not local(p.grad).isfinite().all()]
-    return (union(bad, [dist.group.WORLD], torch.device(args.device)) or ["no gradient"])[0]
+    return (union(bad, [dist.group.WORLD], next(model.parameters()).device) or ["no gradient"])[0]
 
 
 # ------------------------------------------------------------------------------------------- what a run prints
@@ -492,10 +492,10 @@ class Log:
     """Rank 0 prints and writes `log.jsonl`: first the run's settings, then a record a step. Other ranks are silent."""
 
     def __init__(self, args: argparse.Namespace):
-        self.main = dist.get_rank() == 0
+        self.main, self.device = dist.get_rank() == 0, torch.device(args.device)
         self.started, self.first, self.losses, self.file = time.perf_counter(), 0, [], None
         try:
-            with together("log", torch.device(args.device)):
+            with together("log.jsonl", self.device):
                 if self.main:
                     os.makedirs(args.out, exist_ok=True)
                     self.file = open(os.path.join(args.out, "log.jsonl"), "a+")
@@ -505,14 +505,17 @@ class Log:
     def rewind(self, step: int) -> None:
         """Keep the records of steps that are done, none at 0; a killed run may have torn the last line."""
         self.started, self.first = time.perf_counter(), step
-        if self.file:
-            self.file.seek(0)
-            found = [json.loads(line) for line in self.file if line.endswith("\n") and step]
-            kept = [r for r in found if r.get("step", 0) < step + ("loss" in r)]  # evaluations at this step come again
-            self.losses = [r["loss"] for r in kept if "loss" in r]
-            self.file.truncate(0)
-            for values in kept:
-                self.write(**values)
+        with together("log.jsonl", self.device):
+            if self.file:
+                self.file.seek(0)
+                found = [json.loads(line) for line in self.file if line.endswith("\n") and step]
+                kept = [r for r in found if r.get("step", 0) < step + ("loss" in r)]  # an evaluation comes again
+                self.losses = [r["loss"] for r in kept if "loss" in r]
+                self.file.close()
+                beside = Path(self.file.name + ".part")  # a run that is killed here has the old log
+                beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+                beside.replace(self.file.name)
+                self.file = open(self.file.name, "a")
 
     def print(self, text: str) -> None:
         if self.main:
@@ -550,6 +553,8 @@ def describe(model: GPT, corpus: Corpus, args: argparse.Namespace) -> Iterator[s
     yield f"mesh   replicate {args.replicate} x shard {args.data_ranks // args.replicate} x tp {args.tp}"
     yield (f"data   {corpus.name}: {corpus.train.numel:,} tokens to train, {corpus.val.numel:,} held out, vocabulary "
            f"{corpus.vocab_size}, sha256 {corpus.sha256}")
+    if find_spec("numpy") is None:
+        yield "       without numpy no checkpoint can be written, also when a signal stops the run"
     if args.data == "unicode" and corpus.sha256 != UNICODE_SHA256:
         yield "       this Python's Unicode names are not those that the README's losses were made with"
     total = sum(p.numel() for p in model.parameters())
@@ -671,7 +676,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, arg
     with phase(step, "optimizer"):
         norm = clip(model, args)
         if not math.isfinite(loss + norm):  # the same on every rank; the step would spoil weights and momenta
-            where = first_not_finite(model, args)
+            where = first_not_finite(model)
             raise UsageError(f"step {step}: loss {loss}, gradient norm {norm}, first in {where}; checkpoints are "
                              f"as they were; try a lower --muon_lr or --adamw_lr")
         optimizer.step()
@@ -682,13 +687,18 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, arg
 
 def resume(model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace, log: Log) -> int:
     """Steps that a checkpoint has behind it, if `--resume` names one; the options are those of the command line."""
-    step, given, auto = 0, [dict(group) for group in optimizer.param_groups], args.resume == "auto"
-    if args.resume != "none" and (not auto or any(Path(args.out).glob("step_*"))):
+    step, given = 0, [dict(group) for group in optimizer.param_groups]
+    auto = args.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # a restart by torchrun
+    found = union(map(str, Path(args.out).glob("step_*")), [dist.group.WORLD], log.device)  # the same on every rank
+    if found and not auto and not any(path.startswith(args.resume.rstrip("/")) for path in (args.out, *found)):
+        raise UsageError(f"--resume {args.resume}: --out {args.out} has checkpoints of another run, which --keep would "
+                         f"delete; choose another --out")
+    if found if auto else args.resume != "none":
         try:
             step = dmuon.load_checkpoint(args.out if auto else args.resume, model, optimizer)
-        except (FileNotFoundError, ValueError) as error:
-            if not auto or isinstance(error, ValueError):
-                raise UsageError(f"--resume {args.resume}: {error}; --resume=none starts anew") from error
+        except (FileNotFoundError, ValueError, ImportError) as error:
+            if not (auto and isinstance(error, FileNotFoundError) and all(path.endswith(".part") for path in found)):
+                raise UsageError(f"--resume {args.resume}: {error}; another --out starts anew") from error
             log.print(str(error))  # a run that was killed while it wrote its first
         log.print(f"resume after step {step} of {args.steps}")
     for group, options in zip(optimizer.param_groups, given):
@@ -727,7 +737,7 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: ar
             if stops or args.save_every and (step == args.steps or step % args.save_every == 0):
                 path = dmuon.save_checkpoint(args.out, model, optimizer, step, args.keep)
                 if stops:
-                    return log.print(f"stopped by a signal after step {step}, saved {path}; the same command goes on")
+                    return log.print(f"stopped by a signal after step {step}, saved {path}; --resume=auto goes on")
             report(model, corpus, args, log, step)
     bar.close()
     if log.losses:

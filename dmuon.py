@@ -607,11 +607,11 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
             see different ones, or gradients of `no_sync` have not been reduced.
     """
     dcp, device, dedicated = _checkpoint_library(), parameters_device(model), _dedicated(model)
-    if dedicated and dedicated.waiting:
-        raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of it; they would be added "
-                         "to the next ones")
     with together("load_checkpoint", device) as said:
         _settle(model, dedicated)
+        if dedicated and dedicated.waiting:
+            raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of it; they would be "
+                             "added to the next ones")
         folder, saved, reasons = _find_checkpoint(Path(path))
         said.append(str(folder and folder.resolve()))
         if folder:

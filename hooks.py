@@ -81,6 +81,7 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 # end, with zeros for what had no gradient. Between those points nothing blocks on a reduce: a peer may be unable to
 # launch its own before the end of its backward.
 
+
 class BufferState(Enum):
     """Where the bytes of a boundary's packed buffers are. All buffers of one boundary change state together."""
 
@@ -129,14 +130,6 @@ class PackedBuffer:
     def free(self) -> None:
         self.land()  # a broadcast in flight must end first
         self.buffer.untyped_storage().resize_(0)
-
-    def accumulate(self, keep: bool) -> None:
-        """Instead of 8: the gradients stay on this rank. `keep=False` drops them, and earlier micro-batches' too."""
-        for p in self.params:
-            if keep:
-                p.accumulate(self.reduce_dtype)
-            else:
-                p.full.grad = p.waiting = None
 
 
 class Boundary:
@@ -263,10 +256,8 @@ class Backward:
             reduction.start_stage_two()
         for reduction in self.in_flight:
             reduction.finish(keep)
-        if not self.syncs:
-            self.model.waiting.update(dict.fromkeys(self.reduces))
-            for buffer in (buffer for boundary in self.reduces for buffer in boundary.buffers):
-                buffer.accumulate(keep)
+        if not self.syncs:  # instead of 8
+            self.model.keep_gradients(self.reduces) if keep else self.model.drop_gradients()
         self.model.backward, self.model.spent = None, True
 
     def _keeps_buffers(self) -> bool:
@@ -397,6 +388,19 @@ class DedicatedModel:
         self.resident = resident
         for boundary in self.boundaries:
             boundary.hide() if resident else boundary.reshard()
+
+    def keep_gradients(self, boundaries: list[Boundary]) -> None:
+        """After a backward under `no_sync`: they wait on this rank, in the dtype of the reduce."""
+        self.waiting.update(dict.fromkeys(boundaries))
+        for buffer in (buffer for boundary in boundaries for buffer in boundary.buffers):
+            for p in buffer.params:
+                p.accumulate(buffer.reduce_dtype)
+
+    def drop_gradients(self) -> None:
+        """A backward under `no_sync` has raised: what it and those before it have gathered is spoilt."""
+        self.waiting = {}
+        for p in (p for p in self.params.values() if p.full is not None):
+            p.full.grad = p.waiting = None
 
     def adopt(self) -> None:
         """The modules may hold other parameters than before."""

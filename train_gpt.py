@@ -688,9 +688,10 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, arg
 def resume(model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace, log: Log) -> int:
     """Steps that a checkpoint has behind it, if `--resume` names one; the options are those of the command line."""
     step, given = 0, [dict(group) for group in optimizer.param_groups]
-    auto = args.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # a restart by torchrun
     found = union(map(str, Path(args.out).glob("step_*")), [dist.group.WORLD], log.device)  # the same on every rank
-    if found and not auto and not any(path.startswith(args.resume.rstrip("/")) for path in (args.out, *found)):
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, with the same command
+    auto, place = args.resume == "auto" or restarted and bool(found), Path(args.resume).resolve()
+    if found and not auto and Path(args.out).resolve() not in (place, place.parent):
         raise UsageError(f"--resume {args.resume}: --out {args.out} has checkpoints of another run, which --keep would "
                          f"delete; choose another --out")
     if found if auto else args.resume != "none":

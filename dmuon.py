@@ -10,7 +10,8 @@ Before this file: newton_schulz.py, partition.py, hooks.py, hsdp.py. After it: t
 
 The training loop does not change. Between steps `model.parameters()` holds, for a dedicated matrix, the whole matrix
 on its owner and an empty placeholder elsewhere; `owned_params(model)` names what this rank owns, and `unshard(module)`
-shows whole matrices on every rank.
+shows whole matrices on every rank. Beside the three calls: `no_sync` and `clip_grad_norm_` for the loop, state dicts and
+checkpoints that know names and no ranks (`full_state_dict`, `save_checkpoint`, `load_checkpoint`).
 """
 
 from __future__ import annotations

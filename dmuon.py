@@ -10,8 +10,8 @@ Before this file: newton_schulz.py, partition.py, hooks.py, hsdp.py. After it: t
 
 The training loop does not change. Between steps `model.parameters()` holds, for a dedicated matrix, the whole matrix
 on its owner and an empty placeholder elsewhere; `owned_params(model)` names what this rank owns, and `unshard(module)`
-shows whole matrices on every rank. Beside the three calls: `no_sync` and `clip_grad_norm_` for the loop, state dicts and
-checkpoints that know names and no ranks (`full_state_dict`, `save_checkpoint`, `load_checkpoint`).
+shows whole matrices on every rank. Beside the three calls there are `no_sync` and `clip_grad_norm_` for the loop, and
+state dicts and checkpoints that know names and no ranks: `full_state_dict`, `save_checkpoint`, `load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Gradient accumulation with one reduce a step; dividing the loss by the number of micro-batches is the caller's. What
     counts is where the backward runs, not where the forward did. In return every rank holds a whole gradient of every
     matrix, in the dtype of the reduce, and in Z2 also the whole matrices, which are then broadcast once a step. As in
-    FSDP2, whose `set_requires_gradient_sync` it calls, `zero_grad` does not clear what waits.
+    FSDP2, whose `set_requires_gradient_sync` it calls (at the end with True), `zero_grad` does not clear what waits.
 
     Args:
         model: a model that went through `dedicate_params` and `fully_shard`. Contexts nest.
@@ -635,7 +635,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     optimizer.state.clear()
     optimizer.state.update({p: values[fqn] for p, fqn in names.items() if fqn in values})
     for group, options in zip(optimizer.param_groups, state["groups"]):
-        group.update({**options, "params": group["params"]})
+        tensors = {key: value.fill_(options[key]) for key, value in group.items() if isinstance(value, Tensor)}
+        group.update({**options, **tensors, "params": group["params"]})
     if dedicated:
         dedicated.refresh()
     for name, states in rng.items():

@@ -161,14 +161,8 @@ def ownership_map(
     return "\n".join(lines)
 
 
-def _columns(
-    rows: Mapping[str, list[str]],
-    layers: Mapping[str, str],
-    owners: Mapping[str, int],
-    loads: list[int],
-    head: list[str],
-    max_width: int,
-) -> list[str]:
+def _columns(rows: Mapping[str, list[str]], layers: Mapping[str, str], owners: Mapping[str, int], loads: list[int],
+             head: list[str], max_width: int) -> list[str]:
     """The lines of the table, or none where the columns would be too narrow."""
     table = [head]
     for row, names in rows.items():

@@ -502,13 +502,13 @@ class Log:
         except (OSError, ValueError) as error:
             raise UsageError(f"--out {args.out}: cannot write log.jsonl there: {error}") from error
 
-    def rewind(self, step: int) -> None:
-        """Keep the records of steps that are done, none at 0; a killed run may have torn the last line."""
+    def rewind(self, step: int, keep: bool) -> None:
+        """Keep this run's records of steps that are done, of another none; a killed run may have torn the last line."""
         self.started, self.first = time.perf_counter(), step
         with together("log.jsonl", self.device):
             if self.file:
                 self.file.seek(0)
-                found = [json.loads(line) for line in self.file if line.endswith("\n") and step]
+                found = [json.loads(line) for line in self.file if line.endswith("\n") and step and keep]
                 kept = [r for r in found if r.get("step", 0) < step + ("loss" in r)]  # an evaluation comes again
                 self.losses = [r["loss"] for r in kept if "loss" in r]
                 self.file.close()
@@ -691,7 +691,8 @@ def resume(model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespac
     found = union(map(str, Path(args.out).glob("step_*")), [dist.group.WORLD], log.device)  # the same on every rank
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, with the same command
     auto, place = args.resume == "auto" or restarted and bool(found), Path(args.resume).resolve()
-    if found and not auto and Path(args.out).resolve() not in (place, place.parent):
+    same_run = auto or Path(args.out).resolve() in (place, place.parent)
+    if found and not same_run:
         raise UsageError(f"--resume {args.resume}: --out {args.out} has checkpoints of another run, which --keep would "
                          f"delete; choose another --out")
     if found if auto else args.resume != "none":
@@ -699,12 +700,13 @@ def resume(model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespac
             step = dmuon.load_checkpoint(args.out if auto else args.resume, model, optimizer)
         except (FileNotFoundError, ValueError, ImportError) as error:
             if not (auto and isinstance(error, FileNotFoundError) and all(path.endswith(".part") for path in found)):
-                raise UsageError(f"--resume {args.resume}: {error}; another --out starts anew") from error
+                way_out = "another --out starts anew" if auto else "name another checkpoint, or a folder of them"
+                raise UsageError(f"--resume {args.resume}: {error}; {way_out}") from error
             log.print(str(error))  # a run that was killed while it wrote its first
         log.print(f"resume after step {step} of {args.steps}")
     for group, options in zip(optimizer.param_groups, given):
         group.update(options)
-    log.rewind(step)
+    log.rewind(step, keep=same_run)
     return step
 
 

@@ -3831,6 +3831,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
     torn("no metadata", str(tmp_path / "step_00000003"))  # does not count
     write_checkpoints(tmp_path, (2, 4), keep=2)
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000003", "step_00000004"}
+    shutil.copytree(tmp_path / "step_00000002", tmp_path / "step_00000002.old")  # of a run that was killed there
     write_checkpoints(tmp_path, (2,))
     assert load_anywhere(tmp_path) == [(2, 2.0, [])] * 2 and not [*tmp_path.glob("*.*")]
 
@@ -4520,20 +4521,25 @@ def test_a_rank_that_is_gone_ends_the_others_with_the_name_of_the_collective(how
         run(2, law, lost=1, timeout_s=30)
 
 
-def test_the_script_says_in_which_step_a_rank_was_lost(monkeypatch, tmp_path):
-    """Rank 1 is killed before its third step: rank 0 names the step, the phase and the collective."""
+@pytest.mark.parametrize("mesh", [[], ["--replicate=2"]])
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_the_script_says_in_which_step_a_rank_was_lost(how, mesh, monkeypatch, tmp_path):
+    """Rank 1 is killed or hangs before its third step: rank 0 names step and phase, within the script's timeout."""
     batches_of = train_gpt.batches
 
     def batches(corpus, args, step, rank):
         if step == 3 and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL) if how == "dies" else time.sleep(99)
         return batches_of(corpus, args, step, rank)
 
     monkeypatch.setattr(train_gpt, "batches", batches)
+    monkeypatch.setattr(train_gpt, "TIMEOUT", timedelta(seconds=3))
 
     def law(rank):
+        start = time.monotonic()
         with pytest.raises(RuntimeError, match="^step 3, forward and backward: "):
-            train_gpt.main([*TINY, f"--out={tmp_path}"])
+            train_gpt.main([*TINY, f"--out={tmp_path}", *mesh])
+        assert time.monotonic() - start < 20  # the test's own process group waits for 30
         return True
 
     assert run(2, law, lost=1) == [True]

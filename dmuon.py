@@ -152,8 +152,7 @@ def dedicate_params(
         param = DedicatedParam(matrix.fqn, matrix.holders, slots[matrix.fqn], slot_mesh)
         boundaries.setdefault(matrix.boundary, []).append(param)
     dedicated = DedicatedModel(model, boundaries, slot_mesh, reshard_after_forward, mp_policy)
-    holders = {module for matrix in matrices for module, _ in matrix.holders}
-    for module in {model, *boundaries, *holders}:
+    for module in {model, *boundaries, *(holder for holder, _ in dedicated.matrices)}:
         module._dmuon = dedicated
     _StateDicts(model, dedicated)
     replicate(dedicated.params.values(), slot_mesh)
@@ -579,8 +578,9 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
                 if final.exists():
                     final.rename(old)
                 part.rename(final)
-                scraps = [path for path in _newest_first(final.parent) if path.suffix]
-                whole = [p for p in _newest_first(final.parent) if not p.suffix and (p / ".metadata").exists()]
+                found = _newest_first(final.parent)
+                scraps = [path for path in found if path.suffix]
+                whole = [path for path in found if not path.suffix and (path / ".metadata").exists()]
                 for path in scraps + whole[keep:] if keep else scraps:
                     shutil.rmtree(path)
     except Exception as error:
@@ -631,14 +631,13 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     given = model.state_dict()
     weights = {clean(key): value for key, value in given.items()}
     _call_dcp(dcp.load, {"model": weights, "optimizer": values}, folder)  # in place
+    # What is no tensor is set; and the hooks of this call refresh what has copies of the weights
     model.load_state_dict({key: weights[clean(key)] for key in given if key.endswith("_extra_state")}, strict=False)
     optimizer.state.clear()
     optimizer.state.update({p: values[fqn] for p, fqn in names.items() if fqn in values})
     for group, options in zip(optimizer.param_groups, state["groups"]):
         tensors = {key: value.fill_(options[key]) for key, value in group.items() if isinstance(value, Tensor)}
         group.update({**options, **tensors, "params": group["params"]})
-    if dedicated:
-        dedicated.refresh()
     for name, states in rng.items():
         own = states[dist.get_rank() % len(states)].clone()  # torch crashes on a view
         torch.set_rng_state(own) if name == "cpu" else torch.cuda.set_rng_state(own)
@@ -662,6 +661,7 @@ def _call_dcp(function: Callable, state: dict, folder: Path) -> None:
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """FQNs without wrappers, by parameter."""
     return {p: clean(fqn) for fqn, p in model.named_parameters()}
 
 
@@ -709,6 +709,7 @@ def _find_checkpoint(path: Path) -> tuple[Path | None, dict, list[str]]:
 
 
 def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: DedicatedModel | None) -> None:
+    """Raise ValueError unless the checkpoint has the model's names and shapes, no more and no less."""
     matrices = dedicated.matrices if dedicated else {}
     ours = {clean(fqn): tuple(matrices.get((holder, name), tensor).shape)
             for fqn, holder, name, tensor in named_state(model)}

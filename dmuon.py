@@ -37,8 +37,8 @@ from hooks import DedicatedModel
 from hsdp import DedicatedParam, Slot, SlotMesh, agree, check_call, checksums, local, mesh_device, replicate
 from hsdp import parameters_device, random_states, start_broadcast, synchronise, together, total_norm, union, wait
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr
-from newton_schulz import check_muon_options, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
-from newton_schulz import tensor_parallel_mesh, tensor_parallel_norms
+from newton_schulz import check_muon_options, equal_shapes, gram_newton_schulz, newton_schulz, orthogonalise
+from newton_schulz import sums_grams, tensor_parallel_mesh, tensor_parallel_norms
 from partition import assign_slots, check_sharded, check_untouched, choose_matrices, clean, describe, named_state
 from partition import ownership_map
 
@@ -199,8 +199,7 @@ def ownership_table(model: nn.Module) -> str:
     """The ownership map as text: matrices down, owner slots across, the load of each slot below."""
     dedicated = _require_dedicated(model, "ownership_table")
     shapes = {fqn: tuple(p.shape) for fqn, p in dedicated.params.items()}
-    names = {module: clean(name) for name, module in model.named_modules()}
-    layers = {p.fqn: names[boundary.module] for boundary in dedicated.boundaries for p in boundary.params}
+    layers = {p.fqn: clean(boundary.name) for boundary in dedicated.boundaries for p in boundary.params}
     shards, replicas = dedicated.mesh.num_shards, dedicated.mesh.num_replicas
     slots = {fqn: p.slot[0] + shards * p.slot[1] for fqn, p in dedicated.params.items()}
     return ownership_map(shapes, layers, slots, shards * replicas, num_replicas=replicas)
@@ -328,23 +327,26 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._dedicated.settle()
-        muon_groups = [group for group in self.param_groups if group["family"] == "muon"]
-        owned = [(p, g) for g in muon_groups for p in g["params"] if p.grad is not None and p.requires_grad]
-        for p, group in owned:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-            self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-        cut = [(p, group) for p, group in owned if sums_grams(p)]
+        owned = []  # [(matrices that are updated as one batch, their group)]
+        for group in (group for group in self.param_groups if group["family"] == "muon"):
+            owned += [(batch, group) for batch in equal_shapes(p for p in group["params"] if _is_trained(p))]
+        for batch, group in owned:
+            for p in batch:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+            torch._foreach_lerp_(self._momenta(batch), [p.grad for p in batch], 1 - group["momentum"])
+        cut = [(batch, group) for batch, group in owned if sums_grams(batch[0])]
         norms = {}
         if cut:  # the same matrices on all ranks of the tensor-parallel mesh
             tp_group = self._dedicated.mesh.tp_mesh.get_group()
-            directions = (self._direction(p, group) for p, group in cut)
-            norms = dict(zip((p for p, _ in cut), tensor_parallel_norms(directions, tp_group)))
-        for p, group in owned:
-            self._update(p, group, norms.get(p))
+            directions = (self._directions(batch, group)[0] for batch, group in cut)
+            norms = dict(zip((batch[0] for batch, _ in cut), tensor_parallel_norms(directions, tp_group)))
+        for batch, group in owned:
+            self._update(batch, group, norms.get(batch[0]))
         self._dedicated.start_replicate_broadcasts()
         # `load_state_dict` replaces both objects, so AdamW is pointed at them anew
-        self._adamw.param_groups = [group for group in self.param_groups if group["family"] == "adamw"]
+        self._adamw.param_groups = [split for group in self.param_groups if group["family"] == "adamw"
+                                    for split in _by_mesh(group)]
         self._adamw.state = self.state
         self._adamw.step()
         self._dedicated.invalidate()
@@ -352,19 +354,37 @@ class Muon(torch.optim.Optimizer):
             self._dedicated.finish_replicate_broadcasts()
         return loss
 
-    def _direction(self, p: nn.Parameter, group: dict) -> Tensor:
-        """What is orthogonalised: the momentum, or one step ahead along it."""
-        momentum = self.state[p]["momentum_buffer"]
-        return p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    def _momenta(self, batch: list[nn.Parameter]) -> list[Tensor]:
+        return [self.state[p]["momentum_buffer"] for p in batch]
 
-    def _update(self, p: nn.Parameter, group: dict, norm: Tensor | None) -> None:
-        """One owned matrix, by the formulas of `torch.optim.Muon`; p (..., m, n), e.g. (3072, 768)."""
-        update = self._direction(p, group)
+    def _directions(self, batch: list[nn.Parameter], group: dict) -> Sequence[Tensor]:
+        """What is orthogonalised: the momenta, or one step ahead along them."""
+        momenta, gradients = self._momenta(batch), [p.grad for p in batch]
+        return torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
+
+    def _update(self, batch: list[nn.Parameter], group: dict, norm: Tensor | None) -> None:
+        """Owned matrices of one shape (..., m, n), e.g. (3072, 768), by the formulas of `torch.optim.Muon`."""
         options = (group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
-        update = orthogonalise(update, group["ns_backend"], *options, norm=norm)
-        lr = float(group["lr"])
-        adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *p.shape[-2:])  # by the shape of the whole matrix
-        local(p).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-adjusted)
+        updates = orthogonalise(self._directions(batch, group), group["ns_backend"], *options, norm=norm)
+        lr, weights = float(group["lr"]), [local(p) for p in batch]
+        adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *batch[0].shape[-2:])  # by the shape of the whole matrix
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, updates, alpha=-adjusted)
+
+
+def _is_trained(p: nn.Parameter) -> bool:
+    return p.grad is not None and p.requires_grad
+
+
+def _by_mesh(group: dict) -> list[dict]:
+    """An AdamW group in parts that one foreach operation takes: of one mesh, or of no DTensors, and no tensor rate.
+
+    By itself torch would loop over DTensors, one operation a tensor.
+    """
+    how, parts = {"foreach": not group["fused"], "lr": float(group["lr"])}, {}
+    for p in group["params"]:
+        parts.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return [{**group, **how, "params": params} for params in parts.values()]
 
 
 # ------------------------------------------------------------------------------------ accumulation and clipping

@@ -57,6 +57,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import record_function
 
 from hsdp import DedicatedParam, SlotMesh, TwoStageReduce, local, names, replicate, replicate_broadcasts, split
 from hsdp import start_broadcast, wait
@@ -135,8 +136,9 @@ class PackedBuffer:
 class Boundary:
     """A hook boundary: the module whose hooks unshard and reduce, and its packed buffers. The root may have none."""
 
-    def __init__(self, module: nn.Module, params: list[DedicatedParam], model: DedicatedModel):
-        self.module, self.params, self.model, self.state = module, params, model, BufferState.SHARDED
+    def __init__(self, name: str, module: nn.Module, params: list[DedicatedParam], model: DedicatedModel):
+        self.name, self.module, self.params, self.model = name, module, params, model
+        self.state = BufferState.SHARDED
         self.buffers: list[PackedBuffer] = []
         self.arriving: list = []  # replicate broadcasts in flight since the last step
 
@@ -162,8 +164,9 @@ class Boundary:
             self.receive()
             if not self.buffers:
                 self._build_buffers()
-            for buffer in self.buffers:
-                buffer.fill()
+            with record_function(f"dmuon.unshard {self.name}"):
+                for buffer in self.buffers:
+                    buffer.fill()
             self.state = BufferState.IN_FLIGHT
 
     def finish_unshard(self) -> None:
@@ -275,12 +278,14 @@ class Backward:
 
     def _issue_reduce(self) -> None:
         """8 reduce: one collective a buffer, without the frozen."""
-        for buffer in self.reduces[self.reduce_cursor].buffers:
+        boundary = self.reduces[self.reduce_cursor]
+        for buffer in boundary.buffers:
             trained = [p for p in buffer.params if p.full.requires_grad]
             for p in {*buffer.params} - {*trained}:
                 p.waiting = None  # frozen since a micro-batch under `no_sync`
             if trained:
-                self.in_flight.append(TwoStageReduce(trained, buffer.reduce_dtype, self.model.mesh))
+                with record_function(f"dmuon.reduce {boundary.name}"):
+                    self.in_flight.append(TwoStageReduce(trained, buffer.reduce_dtype, self.model.mesh))
         self.reduce_cursor += 1
 
 
@@ -301,7 +306,8 @@ class DedicatedModel:
         self.params = {p.fqn: p for params in boundaries.values() for p in params}
         self.matrices = {holder: p for p in self.params.values() for holder in p.holders}  # by (module, attribute)
         # The root's hooks tell when a forward begins and ends, and that a backward runs, even if it has no matrices
-        self.boundaries = [Boundary(m, params, self) for m, params in {model: [], **boundaries}.items()]
+        paths = {module: name for name, module in model.named_modules()}
+        self.boundaries = [Boundary(paths[m], m, params, self) for m, params in {model: [], **boundaries}.items()]
         self.forward_root: Boundary | None = None  # the outermost boundary that runs now
         self.calls: list[Boundary] = []  # this forward's boundaries, call by call
         self.expected: list[Boundary] = []  # the last forward's, which prefetch goes by
@@ -417,7 +423,9 @@ class DedicatedModel:
         """After a step: the owners' new weights set out to their replicate peers, in model order."""
         self.finish_replicate_broadcasts()
         for boundary in self.boundaries:
-            boundary.arriving = replicate_broadcasts([p for p in boundary.params if p.sharded.requires_grad], self.mesh)
+            trained = [p for p in boundary.params if p.sharded.requires_grad]
+            with record_function(f"dmuon.replicate_broadcast {boundary.name}"):
+                boundary.arriving = replicate_broadcasts(trained, self.mesh)
 
     def finish_replicate_broadcasts(self, *_: Any) -> None:
         """Before weights are read or written in another way than by a forward."""

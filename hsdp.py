@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 Slot = tuple[int, int]  # (shard, replicate) coordinate of an owner; replicate is 0 on a 1-D mesh
 
@@ -461,7 +462,8 @@ def wait(works: Iterable[dist.Work], what: str) -> None:
     """Raises RuntimeError, naming the collective, when a rank has died or the group's timeout is over."""
     for work in works:
         try:
-            work.wait()
+            with record_function(f"dmuon.wait {what}"):
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"dmuon: the {what} did not end: another rank has died, hangs, or is elsewhere "
                                f"({error})") from error

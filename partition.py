@@ -9,6 +9,8 @@ them alone, so a step waits for the slot with the most NS work. Three rules, num
 3. Each to the slots that hold fewest units of its layer (none, while there are such), and of these to the least
    loaded: the broadcasts of one layer leave from different ranks. With R replicas (HSDP, hsdp.py) slot s + G r is rank
    s of row r; a shard column is R slots, and the rule goes by columns first, because a row broadcasts from columns.
+4. Exchanges. The fullest slot and another swap what they own of one layer, while both end below its load; rule 3
+   holds on. LPT alone leaves the fullest of 8 slots 8 % above the mean for GPT-2, with the exchanges it has the mean.
 
 GPT-2 on 4 slots, one a column. A cell says in how many layers the slot owns the row's matrix, the bars its NS FLOPs:
 
@@ -22,19 +24,24 @@ GPT-2 on 4 slots, one a column. A cell says in how many layers the slot owns the
     load, percent of the mean     100         100         100         100
                                   ##########  ##########  ##########  ##########
 
-The slowest slot sets the time: max/mean of the loads is 1.08 for GPT-2 on 8 slots, 1.02 for Llama-3-8B on 8.
-Nothing here but names and shapes: the same on every rank, no process group, no torch, GPT-2 on a thousand slots in
-0.05 s. `choose_matrices`, lower down, says which parameters of a model are such matrices, and in which hook boundary.
+The slowest slot sets the time: it has at most 1 % more than the mean for Llama-3-8B on 8 and 16 slots, Llama-3-70B on
+8, 16 and 64. Nothing here but names and shapes: the same on every rank, no process group, no torch, Llama-3-405B on
+1,024 slots in half a second. `choose_matrices`, lower down, says which parameters of a model are such matrices, and in
+which hook boundary. At the end the planner: what a known model costs on a mesh of any size.
+
+    $ python partition.py --model=llama3-70b --shard=8 --replicate=16 --tp=8 --tokens=4194304
+
 `newton_schulz.py` comes before this file, `hooks.py` after it. As a demonstration:
 
     $ python partition.py
-    layers.*.attn.q 768x768       4         .         1*        .         5         .         2         .
-    layers.*.attn.k 768x768       .         4         .         1*        .         5         .         2
-    72 matrices of 12 layers on 8 of 8 slots; NS FLOPs: mean 1.63e+11 a slot, max/mean 1.083
+    layers.*.attn.q 768x768       3         .         1*        .         5         .         3         .
+    72 matrices of 12 layers on 8 of 8 slots
+    a slot's NS FLOPs: mean 1.63e+11, max/mean 1.000; its elements: mean 1.06e+07, max/mean 1.000
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,19 +95,43 @@ def assign_owners(
     # 3. Each to the column and slot that hold fewest units of its layer, and of these to the least loaded.
     num_shards = num_slots // num_replicas
     loads, column_loads = [0] * num_slots, [0] * num_shards
-    used = defaultdict(lambda: [0] * num_slots)
-    owners = {}
+    held = {layer: [[] for _ in range(num_slots)] for layer in layers.values()}  # layer -> slot -> its (cost, unit)s
     for cost, unit in sorted(zip(costs, units), key=lambda pair: -pair[0]):
-        counts = used[layers[unit[0]]]
-        columns = [sum(counts[s::num_shards]) for s in range(num_shards)]
+        slots = held[layers[unit[0]]]
+        columns = [sum(map(len, slots[s::num_shards])) for s in range(num_shards)]
         fewest = min(columns)
         allowed = [s for s in range(num_slots) if columns[s % num_shards] == fewest]
-        slot = min(allowed, key=lambda s: (counts[s], loads[s], column_loads[s % num_shards]))
+        slot = min(allowed, key=lambda s: (len(slots[s]), loads[s], column_loads[s % num_shards]))
         loads[slot] += cost
         column_loads[slot % num_shards] += cost
-        counts[slot] += 1
-        owners.update(dict.fromkeys(unit, slot))
+        slots[slot].append((cost, unit))
+    # 4. The fullest slot exchanges its part of a layer with that of another, while both end below its load.
+    bound = max(sum(loads) / num_slots, max(costs, default=0))
+    while max(loads) > bound and _exchange(held, loads, num_shards):
+        pass
+    owners = {name: s for slots in held.values() for s, part in enumerate(slots) for _, unit in part for name in unit}
     return {name: owners[name] for name in shapes}
+
+
+def _exchange(held: dict[str, list[list[tuple]]], loads: list[int], num_shards: int) -> bool:
+    """Lower the fullest slot by an exchange that keeps rule 3, with the emptiest slot that has one, or return False."""
+    full = max(range(len(loads)), key=loads.__getitem__)
+    for other in sorted(range(len(loads)), key=loads.__getitem__):
+        gap, lowered = loads[full] - loads[other], []
+        for slots in held.values():
+            give, take = slots[full], slots[other]
+            moved = sum(cost for cost, _ in give) - sum(cost for cost, _ in take)
+            columns = [sum(map(len, slots[s % num_shards :: num_shards])) for s in (full, other)]
+            same_column = (full - other) % num_shards == 0
+            if 0 < moved < gap and (same_column or len(give) - len(take) in (0, columns[0] - columns[1])):
+                lowered.append((moved, slots))
+        if lowered:
+            moved, slots = min(lowered, key=lambda pair: abs(2 * pair[0] - gap))
+            slots[full], slots[other] = slots[other], slots[full]
+            loads[full] -= moved
+            loads[other] += moved
+            return True
+    return False
 
 
 def _pack_units(shapes: Mapping[str, Sequence[int]], layers: Mapping[str, str]) -> list[list[str]]:
@@ -149,16 +180,23 @@ def ownership_map(
         kind = ".".join("*" if part.isdigit() else part for part in name.split(".")).removesuffix(".weight")
         rows[f"{kind} {'x'.join(map(str, shape))}"].append(name)
     loads = slot_loads(shapes, owners, num_slots)
-    mean = sum(loads) / num_slots
     num_shards = num_slots // num_replicas
     slots = [f"{s % num_shards},{s // num_shards}" if num_replicas > 1 else str(s) for s in range(num_slots)]
     head = [f"slot{': shard,replicate' * (num_replicas > 1)} (*: in its first layer)", *slots]
     lines = _columns(rows, layers, owners, loads, head, max_width)
     lines = lines or [f"{row}: {len(rows[row])} matrices" for row in rows]
-    used = f"{len(set(owners.values()))} of {num_slots} slots"
-    balance = f"mean {mean:.2e} a slot, max/mean {max(loads) / (mean or 1):.3f}"
-    lines.append(f"{len(owners)} matrices of {len(set(layers.values()))} layers on {used}; NS FLOPs: {balance}")
+    used, elements = len(set(owners.values())), [0] * num_slots
+    for name, slot in owners.items():
+        elements[slot] += prod(shapes[name])
+    idle = f", {num_slots - used} own nothing" if used < num_slots else ""
+    lines.append(f"{len(owners)} matrices of {len(set(layers.values()))} layers on {used} of {num_slots} slots{idle}")
+    lines.append(f"a slot's NS FLOPs: {_spread(loads)}; its elements: {_spread(elements)}")
     return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    mean = sum(values) / len(values)
+    return f"mean {mean:.2e}, max/mean {max(values) / (mean or 1):.3f}"
 
 
 def _columns(rows: Mapping[str, list[str]], layers: Mapping[str, str], owners: Mapping[str, int], loads: list[int],
@@ -363,27 +401,127 @@ def check_sharded(parameters: list[nn.Parameter], tp_mesh: DeviceMesh | None, ra
                              f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
 
 
-# ------------------------------------------------------------------------------------------ known models
+# ------------------------------------------------------------------------------------------ the planner
 
+
+def _gpt2(width: int) -> dict[str, tuple[int, ...]]:
+    square, wide = (width, width), 4 * width
+    attention = {f"attn.{name}": square for name in "qkvo"}
+    return attention | {"mlp.up": (wide, width), "mlp.down": (width, wide)}
+
+
+def _llama(width: int, q: int, kv: int, mlp: int, *experts: int) -> dict[str, tuple[int, ...]]:
+    attention = {"attn.q": (q, width), "attn.k": (kv, width), "attn.v": (kv, width), "attn.o": (width, q)}
+    router = {"mlp.router": (*experts, width)} if experts else {}
+    up = (*experts, mlp, width)
+    return attention | router | {"mlp.gate": up, "mlp.up": up, "mlp.down": (*experts, width, mlp)}
+
+
+# name: (layers, elements outside of them and in their norms and biases, experts a token takes, a layer's matrices)
 _MODELS = {
-    "gpt2": (12, {"attn.q": (768, 768), "attn.k": (768, 768), "attn.v": (768, 768), "attn.o": (768, 768),
-                  "mlp.up": (3072, 768), "mlp.down": (768, 3072)}),
-    "llama3-8b": (32, {"attn.q": (4096, 4096), "attn.k": (1024, 4096), "attn.v": (1024, 4096), "attn.o": (4096, 4096),
-                       "mlp.gate": (14336, 4096), "mlp.up": (14336, 4096), "mlp.down": (4096, 14336)}),
+    "gpt2": (12, (50257 + 1024 + 2 + 12 * 13) * 768, 1, _gpt2(768)),
+    "gpt2-xl": (48, (50257 + 1024 + 2 + 48 * 13) * 1600, 1, _gpt2(1600)),
+    "llama3-8b": (32, (2 * 128256 + 1 + 32 * 2) * 4096, 1, _llama(4096, 4096, 1024, 14336)),
+    "llama3-70b": (80, (2 * 128256 + 1 + 80 * 2) * 8192, 1, _llama(8192, 8192, 1024, 28672)),
+    "llama3-405b": (126, (2 * 128256 + 1 + 126 * 2) * 16384, 1, _llama(16384, 16384, 1024, 53248)),
+    "qwen3-30b-a3b": (48, (2 * 151936 + 1 + 48 * 2) * 2048 + 48 * 256, 8, _llama(2048, 4096, 512, 768, 128)),
 }
 
 
-def model_shapes(model: str) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+def model_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """The shapes and layers of a known model, as `assign_owners` takes them."""
     if model not in _MODELS:
         raise ValueError(f"model={model!r}: expected one of {', '.join(_MODELS)}")
-    num_layers, matrices = _MODELS[model]
+    num_layers, _, _, matrices = _MODELS[model]
     shapes = {f"layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in matrices.items()}
     return shapes, {name: ".".join(name.split(".")[:2]) for name in shapes}
 
 
-if __name__ == "__main__":
-    for model, ranks, bound in (("gpt2", 8, 1.09), ("llama3-8b", 8, 1.03)):
+def step_traffic(
+    matrices: int,  # elements of the dedicated matrices; with tensor parallelism, of this rank's shards of them
+    rest: int,  # elements that FSDP2 shards, each tensor's rows rounded up to a multiple of num_shards
+    num_shards: int,
+    num_replicas: int = 1,
+    zero: int = 3,  # Z3 brings weights to the ranks twice a step, Z2 once
+    naive: bool = False,  # FSDP2 alone, and every rank gathers every matrix for Newton-Schulz
+) -> dict[str, float]:
+    """Elements that a rank sends in a step of one micro-batch, on average over the ranks, by link.
+
+    Dedicated matrices cost what FSDP2's parameters cost: a broadcast is an all-gather, and a reduce to the owner a
+    reduce-scatter, with one rank's part being all of it. With HSDP stage two and the replicate broadcast send together
+    what an all-reduce sends. On rings: an element that must reach N ranks is sent N - 1 times.
+    """
+    everything, others = matrices + rest, num_shards - 1
+    return {
+        "unshard": (zero - 1) * others * everything / num_shards,
+        "reduce": others * everything / num_shards,
+        "replicate": 2 * (num_replicas - 1) * everything / (num_shards * num_replicas),
+        "gather": naive * others * matrices / num_shards,
+    }
+
+
+def tensor_parallel_cost(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[float, float]:
+    """NS FLOPs of a rank, and elements that it sends for them, for a matrix that tensor parallelism cuts along `dim`.
+
+    dim is -2, -1 or None: not cut. The two ways are those of `newton_schulz.tensor_parallel_newton_schulz`.
+    """
+    if dim is None or ranks == 1:
+        return ns_flops(shape), 0
+    long, d, share = shape[dim], shape[-3 - dim], (ranks - 1) / ranks
+    if long < d:
+        return ns_flops(shape), share * prod(shape)
+    experts = prod(shape[:-2])
+    return experts * (34 * d**3 + 4 * d * d * long / ranks), experts * 2 * share * (d * d + 1)  # Gram and norm
+
+
+def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterator[str]:
+    """What a step of a known model costs on a (replicate, shard, tp) mesh: the lines of the planner.
+
+    tokens: of a step, over all ranks. Tensor parallelism cuts the matrices (o and down along their columns, the others
+    along their rows, a router not at all), and nothing else. Weights, gradients and momenta are float32, full matrices
+    bfloat16. Raises ValueError for a number below 1.
+    """
+    given = {"shard": shard, "replicate": replicate, "tp": tp, "tokens": tokens}
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected at least 1")
+    (shapes, layers), (_, rest, experts, _) = model_shapes(model), _MODELS[model]
+    slots = shard * replicate
+    owners = assign_owners(shapes, layers, slots, replicate)
+    yield f"{model}: {sum(map(prod, shapes.values())):,} elements in matrices, {rest:,} elsewhere"
+    yield f"mesh: replicate {replicate} x shard {shard} x tp {tp} = {slots * tp:,} ranks"
+    yield ownership_map(shapes, layers, owners, slots, num_replicas=replicate)
+    numel, flops, sent, active = {}, [0] * slots, 0, 0
+    for name, shape in shapes.items():
+        dim = None if "router" in name else -1 if name.endswith((".o.weight", ".down.weight")) else -2
+        numel[name] = prod(shape) // (1 if dim is None else tp)
+        cost, elements = tensor_parallel_cost(shape, dim, tp)
+        flops[owners[name]] += cost
+        sent += elements / slots
+        active += prod(shape) * (experts / shape[0] if len(shape) == 3 else 1)
+    matrices = sum(numel.values())
+    gathered = sum(prod(shape) for name, shape in shapes.items() if numel[name] < prod(shape)) * (tp - 1) / tp
+    head = ("unshard", "reduce", "replicate", "gather", "tp (NS)")
+    yield f"elements that a rank sends in a step, on average\n{'':10}" + "".join(f"{link:>16}" for link in head)
+    for kind, zero, naive in (("Z2", 2, False), ("Z3", 3, False), ("naive Z3", 3, True)):
+        links = step_traffic(matrices, -(-rest // shard) * shard, shard, replicate, zero, naive)
+        columns = [*links.values(), gathered if naive else sent]
+        yield f"  {kind:8}" + "".join(f"{elements:16,.0f}" for elements in columns)
+    in_slot, in_layer = [0] * slots, Counter()
+    for name, slot in owners.items():
+        in_slot[slot] += numel[name]
+        in_layer[layers[name]] += numel[name]
+    column, own = max(sum(in_slot[s::shard]) for s in range(shard)), -(-rest // shard)
+    sizes = {"weights": 4 * (column + own), "gradients": 4 * (max(in_slot) + own), "momenta": 4 * max(in_slot),
+             "AdamW's": 8 * own, "full matrices in Z2": 2 * matrices, "in Z3": 4 * max(in_layer.values())}
+    yield "GiB of the fullest rank: " + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items())
+    share = max(flops) / (6 * active * tokens / (slots * tp))
+    yield (f"NS FLOPs of the slowest rank: {max(flops):.2e}, {share:.2%} of its forward and backward (6 FLOPs a token "
+           "and active matrix element)")
+
+
+def _demonstrate() -> None:
+    for model, ranks in (("gpt2", 8), ("llama3-8b", 8)):
         shapes, layers = model_shapes(model)
         owners = assign_owners(shapes, layers, ranks)
         loads = slot_loads(shapes, owners, ranks)
@@ -392,4 +530,16 @@ if __name__ == "__main__":
         assert owners.keys() == shapes.keys(), "every matrix has one owner"
         places = Counter((layers[name], slot) for name, slot in owners.items())
         assert max(places.values()) == 1, "no rank owns two matrices of one layer"
-        assert max(loads) <= bound * sum(loads) / ranks, "the loads are balanced"
+        assert max(loads) <= 1.03 * sum(loads) / ranks, "the loads are balanced"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Without --model a demonstration, with it a plan of a known model.")
+    parser.add_argument("--model", choices=_MODELS)
+    for option, default in (("shard", 8), ("replicate", 1), ("tp", 1), ("tokens", 524288)):
+        parser.add_argument(f"--{option}", type=int, default=default)
+    args = parser.parse_args()
+    if args.model is None:
+        _demonstrate()
+    else:
+        print("\n".join(plan(**vars(args))))

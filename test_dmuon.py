@@ -439,6 +439,24 @@ def test_ns_refuses_bad_restarts(restarts):
             ns.gram_newton_schulz(G, restarts=restarts)
 
 
+@pytest.mark.parametrize("limit", [1, 3 * 16 * 24, 2**18])
+def test_equal_shapes_go_as_batches_with_the_same_bits(limit, monkeypatch):
+    """Every matrix is in one batch, of one shape and dtype, in order, within the limit; a batch equals a loop."""
+    monkeypatch.setitem(ns.BATCH_NUMEL, "cpu", limit)
+    shapes = [(16, 24), (24, 16), (16, 24), (2, 16, 24), (16, 24), (16, 24), (8, 8), (16, 24), (2, 16, 24), (24, 16)]
+    matrices = [gaussian(*shape, seed=seed) for seed, shape in enumerate(shapes)] + [gaussian(16, 24).double()]
+    found = ns.equal_shapes(matrices)
+    assert sorted(id(m) for batch in found for m in batch) == sorted(map(id, matrices))
+    for batch in found:
+        assert len({(m.shape, m.dtype) for m in batch}) == 1
+        assert len(batch) == 1 or sum(m.numel() for m in batch) <= limit
+        for backend, alone in (("gram", ns.gram_newton_schulz), ("direct", ns.newton_schulz)):
+            together = ns.orthogonalise(batch, backend, ns.YOU_COEFFICIENTS)
+            assert all(torch.equal(a, alone(b, ns.YOU_COEFFICIENTS)) for a, b in zip(together, batch, strict=True))
+    sizes = sorted(map(len, found))
+    assert sizes == {1: [1] * 11, 3 * 16 * 24: [1, 1, 1, 1, 2, 2, 3], 2**18: [1, 1, 2, 2, 5]}[limit]
+
+
 # ---------------------------------------------------------------------------- newton_schulz.py, tensor parallelism
 
 
@@ -611,19 +629,23 @@ def test_no_slot_exceeds_the_mean_by_more_than_a_unit():
 
 @pytest.mark.parametrize(
     "model, num_slots, balance",
-    [("gpt2", 4, 1.0), ("gpt2", 8, 1.0834), ("gpt2", 16, 1.0), ("llama3-8b", 8, 1.0245), ("llama3-8b", 16, 1.0571)],
+    [("gpt2", 4, 1.0), ("gpt2", 8, 1.0), ("gpt2", 16, 1.0), ("llama3-8b", 8, 1.001), ("llama3-8b", 16, 1.001),
+     ("llama3-70b", 8, 1.001), ("llama3-70b", 16, 1.01), ("llama3-70b", 64, 1.01), ("llama3-405b", 64, 1.02)],
 )
 def test_balance_of_known_models(model, num_slots, balance):
-    """The largest load over the mean is at most what the docstring and the README say."""
+    """The largest load is at most 1 % above the mean, or the largest matrix, and no layer has two on one slot."""
     shapes, layers = partition.model_shapes(model)
-    loads = partition.slot_loads(shapes, partition.assign_owners(shapes, layers, num_slots), num_slots)
-    assert max(loads) * num_slots / sum(loads) <= balance
+    owners = partition.assign_owners(shapes, layers, num_slots)
+    loads, largest = partition.slot_loads(shapes, owners, num_slots), max(map(partition.ns_flops, shapes.values()))
+    assert max(loads) <= balance * max(sum(loads) / num_slots, largest)
+    if num_slots >= 7:
+        assert max(Counter((layers[name], slot) for name, slot in owners.items()).values()) == 1
 
 
 @pytest.mark.parametrize("num_shards, num_replicas", [(4, 2), (2, 4), (8, 4), (4, 1), (1, 4)])
 def test_replicas_spread_a_layer_over_the_shard_columns_first(num_shards, num_replicas):
     """A layer's matrices are in different columns while there are columns, and columns and slots are balanced."""
-    for model, columns_bound, slots_bound in (("gpt2", 1.09, 1.34), ("llama3-8b", 1.03, 1.13)):
+    for model, columns_bound, slots_bound in (("gpt2", 1.09, 1.34), ("llama3-8b", 1.01, 1.01)):
         shapes, layers = partition.model_shapes(model)
         num_slots = num_shards * num_replicas
         owners = partition.assign_owners(shapes, layers, num_slots, num_replicas)
@@ -642,10 +664,13 @@ def test_replicas_spread_a_layer_over_the_shard_columns_first(num_shards, num_re
 
 
 def test_known_models_have_their_published_sizes():
-    """GPT-2 has 85 million elements in its matrices, Llama-3-8B 6.98 billion."""
-    gpt2, llama = (partition.model_shapes(model)[0] for model in ("gpt2", "llama3-8b"))
-    assert sum(map(prod, gpt2.values())) == 12 * 12 * 768**2
-    assert sum(map(prod, llama.values())) == 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+    """Matrices and the rest add up to the number of parameters that each model is published with."""
+    published = {"gpt2": 124_439_808, "gpt2-xl": 1_557_611_200, "llama3-8b": 8_030_261_248,
+                 "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800, "qwen3-30b-a3b": 30_532_122_624}
+    for model, total in published.items():
+        shapes, layers = partition.model_shapes(model)
+        assert sum(map(prod, shapes.values())) + partition._MODELS[model][1] == total
+        assert shapes.keys() == layers.keys()
 
 
 def test_small_matrices_of_a_layer_form_units():
@@ -692,11 +717,10 @@ def test_every_rank_finds_the_same_owners():
 
 
 def test_a_thousand_slots_take_a_fraction_of_a_second():
-    """882 matrices over 1,024 slots are planned in below a second."""
-    matrices = [(16384, 16384)] * 2 + [(1024, 16384)] * 2 + [(53248, 16384)] * 3
-    shapes = {f"layers.{i}.w{k}": shape for i in range(126) for k, shape in enumerate(matrices)}
+    """Llama-3-405B's 882 matrices over 1,024 slots are planned in below a second."""
+    shapes, layers = partition.model_shapes("llama3-405b")
     start = time.process_time()
-    owners = partition.assign_owners(shapes, {name: name.rsplit(".", 1)[0] for name in shapes}, 1024)
+    owners = partition.assign_owners(shapes, layers, 1024)
     assert time.process_time() - start < 1
     assert len(set(owners.values())) == 882
 
@@ -712,7 +736,13 @@ def test_ownership_map_counts_every_matrix(num_slots):
     kinds = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")
     assert [row[0] for row in rows] == [f"layers.*.{kind}" for kind in kinds]
     used = len(set(owners.values()))
-    assert lines[-1].startswith(f"72 matrices of 12 layers on {used} of {num_slots} slots; NS FLOPs: mean ")
+    idle = f", {num_slots - used} own nothing" if used < num_slots else ""
+    assert lines[-2] == f"72 matrices of 12 layers on {used} of {num_slots} slots{idle}"
+    loads, elements = partition.slot_loads(shapes, owners, num_slots), [0] * num_slots
+    for name, slot in owners.items():
+        elements[slot] += prod(shapes[name])
+    spreads = [f"mean {sum(x) / num_slots:.2e}, max/mean {max(x) * num_slots / sum(x):.3f}" for x in (loads, elements)]
+    assert lines[-1] == "a slot's NS FLOPs: {}; its elements: {}".format(*spreads)
     if num_slots > 16:
         assert all(row[2:] == ["12", "matrices"] for row in rows)
         return
@@ -739,6 +769,70 @@ def test_ownership_map_takes_any_model():
     assert "0 matrices of 0 layers on 0 of 2 slots" in partition.ownership_map({}, {}, {}, 2)
 
 
+def test_tensor_parallel_costs_are_what_newton_schulz_runs():
+    """The planner's FLOPs of a rank, for tall, wide, square and stacked matrices cut in two, to the FLOP."""
+    cases = [((64, 24), -2), ((64, 24), -1), ((24, 64), -1), ((32, 32), -1), ((3, 40, 16), -2), ((3, 16, 40), -2)]
+
+    def law(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for shape, dim in cases:
+            G = distribute_tensor(gaussian(*shape), mesh, [Shard(dim % len(shape))])
+            with FlopCounterMode(display=False) as counter:
+                ns.tensor_parallel_newton_schulz(G)
+            planned = partition.tensor_parallel_cost(shape, dim, 2)[0]
+            assert planned == counter.get_total_flops() if ns.sums_grams(G) else partition.ns_flops(shape), (shape, dim)
+        return True
+
+    assert run(2, law) == [True] * 2
+
+
+def test_the_plan_is_what_a_real_step_sends_holds_and_computes():
+    """GPT-2's matrices on 4 ranks: elements, owners, bytes and Newton-Schulz FLOPs of the planner, counted in a run."""
+    shapes, _ = partition.model_shapes("gpt2")
+    names = {"q_proj": "attn.q", "k_proj": "attn.k", "v_proj": "attn.v", "o_proj": "attn.o", "up_proj": "mlp.up",
+             "down_proj": "mlp.down"}
+
+    def law(rank, zero):
+        model = train_gpt.GPT(256, 12, 768, 12)
+        rest = sum(p.numel() for p in model.parameters()) - sum(map(prod, shapes.values()))
+        shard(model, zero)
+        planned = {re.sub(r"\w+_proj", lambda match: names[match[0]], fqn): slot[0]
+                   for fqn, slot in dmuon.owners(model).items()}
+        assert planned == partition.assign_owners(shapes, {name: name.rsplit(".", 3)[0] for name in shapes}, 4)
+        with train_gpt.Meter([]) as meter:
+            train_gpt.loss_of(model, torch.full((1, 4), rank), torch.full((1, 4), 1)).backward()
+        owned = dmuon.owned_params(model).values()
+        flops = sum(partition.ns_flops(p.shape) for p in owned)
+        return rest, meter.sent, sum(p.numel() for p in owned), flops
+
+    lines = [*partition.plan("gpt2", 4, 1, 1, 4096)]
+    for zero in (2, 3):
+        results = run(4, law, zero)
+        rest = results[0][0]
+        links = partition.step_traffic(sum(map(prod, shapes.values())), rest, 4, zero=zero)
+        assert sum(sent for _, sent, *_ in results) == 4 * sum(links.values())
+        planned = partition.step_traffic(sum(map(prod, shapes.values())), 39_505_152, 4, zero=zero)
+        line = next(line for line in lines if line.startswith(f"  Z{zero} "))
+        assert line.split()[1:4] == [f"{planned[key]:,.0f}" for key in ("unshard", "reduce", "replicate")]
+    most, slowest = max(r[2] for r in results), max(r[3] for r in results)
+    assert f"momenta {4 * most / 2**30:.2f}" in lines[-2] and f"{slowest:.2e}, " in lines[-1]
+    share = slowest / (6 * sum(map(prod, shapes.values())) * 4096 / 4)
+    assert f" {share:.2%} of its forward and backward" in lines[-1]
+
+
+@pytest.mark.parametrize("model, idle", [("gpt2", 56), ("llama3-70b", 0), ("qwen3-30b-a3b", 0)])
+def test_the_planner_runs_without_a_gpu(model, idle):
+    """`python partition.py --model=...` names owners, idle slots, links, bytes and FLOPs; wrong numbers are refused."""
+    command = [sys.executable, partition.__file__, f"--model={model}", "--shard=8", "--replicate=16", "--tp=8"]
+    planned = subprocess.run([*command, "--tokens=4194304"], capture_output=True, text=True, timeout=60).stdout
+    slots = f"{128 - idle} of 128 slots" + (f", {idle} own nothing" if idle else "") + "\n"
+    for text in ("replicate 16 x shard 8 x tp 8 = 1,024 ranks", slots, "  Z2 ", "  Z3 ", "  naive Z3 ",
+                 "GiB of the fullest rank", "NS FLOPs of the slowest rank: "):
+        assert text in planned, text
+    wrong = subprocess.run([*command, "--tp=0"], capture_output=True, text=True, timeout=60)
+    assert wrong.returncode and "tp=0: expected at least 1" in wrong.stderr
+
+
 def test_partition_refuses_bad_input():
     """A wrong argument raises with its name, its value and what is expected."""
     with pytest.raises(ValueError, match="num_slots=6.*a multiple of num_replicas=4"):
@@ -750,7 +844,7 @@ def test_partition_refuses_bad_input():
             partition.assign_owners(shapes, layers, 2)
     with pytest.raises(ValueError, match=r"shape=\(8,\): expected a matrix"):
         partition.assign_owners({"w": (8,)}, {"w": "0"}, 2)
-    with pytest.raises(ValueError, match="model='gpt5': expected one of gpt2, llama3-8b"):
+    with pytest.raises(ValueError, match="model='gpt5': expected one of gpt2, gpt2-xl, llama3-8b"):
         partition.model_shapes("gpt5")
 
 
@@ -763,7 +857,7 @@ def test_partition_prints_what_its_docstring_shows():
     assert len(shown) >= 3 and all(line.strip() in output for line in shown if line.strip())
     assert 15 <= len(output) <= 30 and max(map(len, output)) <= 110
     shapes, layers = partition.model_shapes("gpt2")
-    picture = partition.ownership_map(shapes, layers, partition.assign_owners(shapes, layers, 4), 4).splitlines()[:-1]
+    picture = partition.ownership_map(shapes, layers, partition.assign_owners(shapes, layers, 4), 4).splitlines()[:-2]
     assert all(f"    {line}\n" in partition.__doc__ for line in picture)
 
 
@@ -1475,7 +1569,8 @@ def test_micro_batches_add_up_however_they_are_reduced(layout, zero, make, reduc
     and matrix.
     """
     calls, original = [], dmuon.orthogonalise
-    monkeypatch.setattr(dmuon, "orthogonalise", lambda *args, **how: calls.append(1) or original(*args, **how))
+    monkeypatch.setattr(dmuon, "orthogonalise", lambda batch, *args, **how: calls.extend(batch) or original(
+        batch, *args, **how))
     kept = {"each time": (), "at the end": (0, 1, 2), "twice": (0, 2)}[reduced]
 
     def law(rank):
@@ -2432,6 +2527,8 @@ def test_a_step_sends_over_the_tensor_parallel_mesh_what_the_formula_says(spread
             expected = [("allreduce_", len(cut))] * bool(cut) + [("allreduce_", min(shape) ** 2) for shape in cut]
             expected += [("all_gather_into_tensor", numel) for numel in gathered]
             assert sorted(collectives.sent) == sorted(expected)
+        planned = sum(partition.tensor_parallel_cost(tuple(p.shape), ns.sharded_dim(p), 2)[1] for p in owned.values())
+        assert planned == sum(numel for _, numel in expected)  # T = 2: an all-reduce sends n, and a gather its input
         return expected
 
     sent = [name for result in run(4, law) for name, _ in result]
@@ -4240,6 +4337,10 @@ REFUSED_OPTIONS = {
     "--replicate=2 --tp=4": "--tp 4 with 4 ranks: .*; tp may be 1, 2",
     "--tp=2 --total_batch_size=100": "multiple of ranks / tp x device_batch_size x seq_len = 2 x 1 x 128 = 256; near",
     "--muon_lr=inf": "--muon_lr: inf: must be float", "--n_embd=63": "--n_embd 63: must be even",
+    "--bench --bench_model=512,6,256": "--bench_model 512,6,256 --tp 1: expected four numbers, width,layers,T,B, or",
+    "--bench --bench_model=512,0,9,1": "expected four numbers", "--bench --bench_model=huge": "of toy, small, gpt2",
+    "--bench --tp=2": "--bench_model small --tp 2: .* and tp 1", "--optimizer=naive --tp=2": "--optimizer naive --tp 2",
+    "--bench --verify": "--bench, --verify and --profile: choose one",
     "--zero=1": "--zero: invalid choice", "--see=3": "unrecognized arguments: --see=3",
     "--colour=red": "unrecognized arguments: --colour=red",
 }
@@ -4554,6 +4655,142 @@ def test_activation_checkpointing_and_compile_log_the_same_losses(options, tmp_p
     plain = run(1, train_gpt_log, str(tmp_path), *TINY, "--dtype=float64")[0]
     other = run(2, train_gpt_log, str(tmp_path), *TINY, "--dtype=float64", *options, timeout_s=300)[0]
     assert losses_of(other) == pytest.approx(losses_of(plain)[: len(losses_of(other))], abs=1e-10)
+
+
+@pytest.mark.parametrize("options", [[], ["--replicate=2", "--zero=2"]])
+def test_naive_muon_trains_like_dmuon(options, tmp_path):
+    """Gathering every matrix everywhere gives the same losses, norms and evaluations, to 1e-10 in float64."""
+    logs = [run(4, train_gpt_log, str(tmp_path), *TINY, "--dtype=float64", "--steps=5", "--weight_decay=0.1", *options,
+                f"--optimizer={optimizer}")[0] for optimizer in ("naive", "muon")]
+    naive, muon = ([(r.get("loss"), r.get("norm"), r.get("val_loss")) for r in log if "step" in r] for log in logs)
+    assert len(naive) == 6
+    for ours, theirs in zip(muon, naive, strict=True):
+        assert [x or 0 for x in ours] == pytest.approx([x or 0 for x in theirs], abs=1e-10)
+
+
+@pytest.mark.parametrize("ranks, options", [(1, []), (3, []), (4, ["--replicate=2"])])
+def test_the_bench_counts_what_the_formulas_say(ranks, options, tmp_path):
+    """Elements equal the formula in every row; a DMuon row sends what AdamW sends in its mode, less FSDP2's padding.
+
+    The state is the largest share of the momenta, and the rows end in the table and in bench.jsonl.
+    """
+    def law(rank):
+        tiny = ["--bench", "--bench_model=32,2,16,1", "--steps=1", "--device=cpu"]
+        train_gpt.main([*tiny, f"--out={tmp_path}", *options])
+        return [json.loads(line) for line in open(tmp_path / "bench.jsonl")]
+
+    header, *rows = run(ranks, law)[0]
+    assert header["options"]["steps"] == 1 and header["first_steps_differ_by"] < 1e-3
+    rows = {row.pop("row"): row for row in rows}
+    assert len(rows) == 6 + bool(options) and hooks.PREFETCH
+    for name, row in rows.items():
+        assert row["sent"] == row["formula"] and (row["sent"] > 0) == (ranks > 1), (name, row)
+        assert row["step_ms"] > row["optimizer_ms"] > 0 and row["peak_bytes"] > row["muon_state_bytes"]
+        assert ("ns_ms" in row) == ("AdamW" not in name)
+    for zero in (2, 3):
+        ours, theirs = rows[f"DMuon Z{zero}"], rows[f"AdamW Z{zero}"]
+        assert ours["sent"] < theirs["sent"] if ranks == 3 else ours["sent"] == theirs["sent"]
+        assert theirs["ratio"] == 1 and theirs["muon_state_bytes"] == 0
+    total = 4 * 2 * 12 * 32**2
+    assert total / ranks <= rows["DMuon Z3"]["muon_state_bytes"] <= total
+    assert rows["naive Muon Z3"]["sent"] > rows["AdamW Z3"]["sent"] or ranks == 1
+
+
+def test_the_bench_refuses_rows_that_train_unlike(tmp_path, monkeypatch):
+    """A row whose first step is another one ends the bench, on every rank."""
+    monkeypatch.setattr(train_gpt, "adjusted_lr", lambda lr, *_: lr)  # naive Muon's alone
+
+    def law(rank):
+        with pytest.raises(RuntimeError, match="the rows' first steps differ by"):
+            train_gpt.main(["--bench", "--bench_model=32,2,16,1", "--device=cpu", f"--out={tmp_path}"])
+        return True
+
+    assert run(2, law) == [True] * 2
+
+
+@pytest.mark.parametrize("ranks, options", [
+    (1, []), (2, ["--zero=2", "--total_batch_size=256", "--device_batch_size=2"]), (4, ["--replicate=2"]),
+    (4, ["--replicate=2", "--tp=2"]), (4, ["--tp=2", "--ns=direct"]), (2, ["--optimizer=adamw"]),
+    (2, ["--optimizer=naive"])])
+def test_verify_compares_the_layout_with_one_process(ranks, options, tmp_path):
+    """`--verify` finds every kind of tensor within 1e-10, and is an error when a gradient is off by a factor."""
+
+    def law(rank, scale):
+        original = dmuon.clip_grad_norm_
+        if scale != 1:
+            def scaled(model, *args):
+                norm = original(model, *args)
+                [local(p.grad).mul_(scale) for p in dmuon.owned_params(model).values()]
+                return norm
+
+            dmuon.clip_grad_norm_ = scaled
+        train_gpt.main([*TINY, "--verify", "--dtype=float32", f"--out={tmp_path}", *options])
+        return [json.loads(line) for line in open(tmp_path / "verify.jsonl")]
+
+    found = run(ranks, law, 1)[0][0]["largest_differences"]
+    kinds = {"gradient", "weight", "momentum_buffer"} if "--optimizer=adamw" not in options else set()
+    assert {key.split()[1] for key in found if key.startswith("Muon")} >= kinds
+    of_adamw = {key.split()[1] for key in found if key.startswith("AdamW")}
+    assert of_adamw == {"gradient", "weight", "exp_avg", "exp_avg_sq"}
+    assert all(value <= 1e-10 for value in found.values())
+    if ranks == 2 and "--zero=2" in options:
+        def fails(rank):
+            with pytest.raises(RuntimeError, match="this layout and one process differ by"):
+                law(rank, 1 + 1e-6)
+            return True
+
+        assert run(2, fails) == [True] * 2
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_trace_shows_what_hides_behind_what(prefetch, tmp_path, monkeypatch):
+    """`--profile`: between a broadcast and the wait for it are matrix products, without prefetch there are none.
+
+    There is a trace a rank, of three steps, with ranges by name. AdamW's step stands between a replicate broadcast and
+    its wait.
+    """
+    monkeypatch.setattr(hooks, "PREFETCH", prefetch)
+    run(4, train_gpt_log, str(tmp_path), *TINY, "--steps=6", "--replicate=2", f"--profile={tmp_path / 'traces'}")
+    found = set()
+    for rank in range(4):
+        with open(tmp_path / "traces" / f"rank{rank}.json") as file:
+            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        names = Counter(event["name"] for event in events)
+        starts = lambda name: sorted(event["ts"] for event in events if event["name"].startswith(name))
+        between = lambda name, low, high: any(low < moment < high for moment in starts(name))
+        for layer in (0, 1):
+            issued, waited = starts(f"dmuon.unshard layers.{layer}"), starts(f"dmuon.wait broadcast of layers.{layer}.")
+            assert len(issued) == len(waited) == 6 and names[f"dmuon.reduce layers.{layer}"] == 3
+            hidden = [between("aten::mm", *pair) for pair in zip(issued, waited)]
+            expected = [prefetch and layer == 1, prefetch] * 3  # forward, backward; no product comes before layer 0's
+            assert hidden == expected, (rank, layer)
+            sent = starts(f"dmuon.replicate_broadcast layers.{layer}")
+            arrived = starts(f"dmuon.wait replicate broadcast of layers.{layer}.")
+            arrived = [moment for moment in arrived if moment > sent[0]]
+            assert len(sent) == 3 and all(between("Optimizer.step#AdamW", *pair) for pair in zip(sent, arrived))
+        found |= {name for name in names if name.startswith("dmuon.newton_schulz")}
+    assert found >= {"dmuon.newton_schulz 4x(32,32)", "dmuon.newton_schulz 1x(128,32)"}
+
+
+def test_a_step_on_cuda_never_waits_for_the_device():
+    """`Muon.step` and `clip_grad_norm_` queue their work: nothing in them synchronises the host."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    code = (
+        "import torch, torch.distributed as dist, dmuon, train_gpt; from torch.distributed.fsdp import fully_shard; "
+        "dist.init_process_group('nccl', store=dist.HashStore(), rank=0, world_size=1); "
+        "mesh = dist.device_mesh.init_device_mesh('cuda', (1,)); model = train_gpt.GPT(256, 2, 128, 2).cuda(); "
+        "dmuon.dedicate_params(model, mesh); [fully_shard(m, mesh=mesh) for m in (*model.layers, model)]; "
+        "optimizer = dmuon.Muon(model)\n"
+        "for step in range(3):\n"
+        "    model(torch.zeros(2, 16, dtype=torch.int64, device='cuda')).float().logsumexp(-1).mean().backward()\n"
+        "    torch.cuda.set_sync_debug_mode('error' if step else 'default')\n"
+        "    dmuon.clip_grad_norm_(model, 1.0); optimizer.step(); optimizer.zero_grad()\n"
+        "    torch.cuda.set_sync_debug_mode('default')\n"
+        "dist.destroy_process_group()"
+    )
+    folder = os.path.dirname(os.path.abspath(dmuon.__file__))
+    subprocess.run([sys.executable, "-c", code], cwd=folder, timeout=300, check=True)
 
 
 def test_saving_without_numpy_is_refused_at_the_start(monkeypatch):

@@ -6,6 +6,8 @@
     torchrun --nproc_per_node=8 train_gpt.py --data=book.txt       # your own text, a folder, or GPT-2 tokens in .bin
     torchrun --nproc_per_node=8 train_gpt.py --replicate=2 --tp=2  # HSDP, tensor parallelism: a 2x2x2 mesh
     torchrun --nproc_per_node=8 --max-restarts=2 train_gpt.py --save_every=100   # goes on where a killed run stopped
+    torchrun --nproc_per_node=4 train_gpt.py --bench               # what ownership saves, against AdamW and naive Muon
+    torchrun --nproc_per_node=8 train_gpt.py --replicate=2 --tp=2 --verify   # is this layout exact, on this machine?
 
 Before this file: dmuon.py, which it uses as your own trainer would (see `shard`). After it: test_dmuon.py.
 
@@ -30,6 +32,7 @@ import sys
 import time
 import unicodedata
 import warnings
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,6 +41,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 # Nothing here uses numpy, and torch warns at its first tensor if it is missing
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -49,18 +53,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import profile, schedule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import dmuon
+import hooks
 from hsdp import local, together, union
-from partition import ns_flops
+from newton_schulz import adjusted_lr, equal_shapes, orthogonalise
+from partition import ns_flops, step_traffic
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16, for MFU
 UNICODE_SHA256 = "b6f666dd7e364b61"  # of the default corpus on CPython 3.8 to 3.13
 TIMEOUT = timedelta(minutes=5)  # of a collective: a rank that hangs ends the run
+BENCH_MODELS = {"toy": "128,4,128,1", "small": "512,6,256,4", "gpt2": "768,12,1024,16"}  # width, layers, T, B a rank
 EVAL_WINDOWS = 128  # held-out sequences, evenly spaced; rounded up to a multiple of ranks x device_batch_size
 
 
@@ -119,7 +130,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
           device_batch_size=("auto", auto, "sequences a rank takes through the model at once; auto: at most 32"),
           steps=("auto", auto, "optimizer steps; auto: 400 on CPU, 1000 on CUDA"))
     group("optimizer, e.g. --muon_lr=0.01 --ns=direct",
-          optimizer=("muon", ("muon", "adamw"), "muon: matrices by Muon, the rest by AdamW; adamw: all by AdamW"),
+          optimizer=("muon", ("muon", "adamw", "naive"), "muon: matrices by Muon, the rest by AdamW; adamw: all by "
+                     "AdamW; naive: as muon, but without owners"),
           muon_lr=(0.02, rate, "rate of the matrices, before --adjust_lr_fn"),
           adamw_lr=(3e-3, rate, "rate of what AdamW trains"),
           weight_decay=(0.0, rate, "decoupled weight decay of the matrices (adamw: of everything)"),
@@ -139,6 +151,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     group("memory and speed, e.g. --activation_checkpointing --compile",
           activation_checkpointing=(False, bool, "recompute each layer in the backward instead of keeping its tensors"),
           compile=(False, bool, "torch.compile each layer"))
+    group("instead of training, e.g. --bench --bench_model=768,12,1024,8",
+          bench=(False, bool, "time AdamW, naive Muon and DMuon in turns, beside what they send and hold"),
+          bench_model=("auto", str, f"width,layers,T,B or {', '.join(BENCH_MODELS)}; auto: small, on CUDA gpt2"),
+          verify=(False, bool, "three float64 steps of this layout against one process, which every rank repeats"))
     group("run, e.g. --dtype=float64 --out=check --save_every=50",
           out=("out", str, "folder of log.jsonl and of the checkpoints"),
           save_every=(0, number(int, 0), "steps between checkpoints; also saves at the end; 0: only on a signal"),
@@ -148,6 +164,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
           sample_every=(0, number(int, 0), "steps between samples; 0: only at the end"),
           log_every=(10, number(int, 1), "steps between printed lines"),
           seed=(0, number(int, 0, 2**31), "of weights and batches"),
+          profile=("", str, "folder for torch.profiler's traces of steps 4 to 6, one a rank, for ui.perfetto.dev"),
           dtype=("auto", ("auto", *DTYPES), "bfloat16: compute, on float32 weights; auto: float32, on CUDA bfloat16"),
           device=("auto", ("auto", "cpu", "cuda"), "auto: cuda if there is one"))
     return parser.parse_args(argv)
@@ -167,6 +184,21 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
     args.why = "as asked" if args.device != "auto" else f"{gpus} CUDA devices for {local_ranks} local ranks"
     _fill(args, device="cuda" if gpus >= local_ranks else "cpu")
     cuda = args.device == "cuda"
+    if sum(map(bool, (args.bench, args.verify, args.profile))) > 1:
+        raise UsageError("--bench, --verify and --profile: choose one of them")
+    if args.bench:
+        _fill(args, bench_model="gpt2" if cuda else "small", steps=5)
+        numbers = BENCH_MODELS.get(args.bench_model, args.bench_model)
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", numbers) or args.tp > 1:
+            raise UsageError(f"--bench_model {args.bench_model} --tp {args.tp}: expected four numbers, "
+                             f"width,layers,T,B, or one of {', '.join(BENCH_MODELS)}, and tp 1")
+        args.n_embd, args.depth, args.seq_len, args.device_batch_size = map(int, numbers.split(","))
+        args.n_head = max(1, args.n_embd // 64)
+        args.total_batch_size = ranks * args.device_batch_size * args.seq_len
+    if args.verify:
+        args.dtype = "float64"
+    if args.optimizer == "naive" and args.tp > 1:
+        raise UsageError(f"--optimizer naive --tp {args.tp}: it knows no tensor parallelism; tp may be 1")
     _fill(args, dtype="bfloat16" if cuda else "float32", seq_len=1024 if cuda else 128, depth=12 if cuda else 4)
     _fill(args, n_embd=(64 if cuda else 32) * args.depth, n_head=args.depth, steps=1000 if cuda else 400)
     if args.n_embd % 2:
@@ -449,9 +481,52 @@ def shard(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=args.zero == 3, mp_policy=policy)
 
 
+def is_matrix(name: str, p: nn.Parameter) -> bool:
+    """Whether Muon trains it."""
+    return name.startswith("layers.") and p.ndim == 2
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class NaiveMuon(torch.optim.Optimizer):
+    """Muon without owners: every rank gathers every matrix and runs all of Newton-Schulz, N times what is needed.
+
+    It takes a model that FSDP2 alone has sharded, or a plain one: the reference of `verify`.
+    """
+
+    def __init__(self, model: GPT, args: argparse.Namespace):
+        matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
+        others = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
+        self.args, self.adamw = args, torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
+        super().__init__([{"params": matrices, "lr": args.muon_lr}], {})
+        self.add_param_group({**self.adamw.param_groups[0], "lr": args.adamw_lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        muon, adamw = self.param_groups
+        for p in muon["params"]:
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - self.args.momentum)
+            gathered = whole(p.grad.lerp(momentum, self.args.momentum))  # (m, n) on every rank
+            update = orthogonalise([gathered], self.args.ns, dmuon.POLAR_EXPRESS_COEFFICIENTS)[0]
+            if isinstance(p, DTensor):
+                update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
+            adjusted = adjusted_lr(muon["lr"], self.args.adjust_lr_fn, *p.shape)
+            p.mul_(1 - muon["lr"] * self.args.weight_decay).add_(update, alpha=-adjusted)
+        self.adamw.param_groups, self.adamw.state = [adamw], self.state
+        self.adamw.step()
+
+
 def make_optimizer(model: GPT, args: argparse.Namespace) -> torch.optim.Optimizer:
+    if args.optimizer == "naive":
+        return NaiveMuon(model, args)
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), args.adamw_lr, (0.9, 0.95), weight_decay=args.weight_decay)
+        return torch.optim.AdamW(model.parameters(), args.adamw_lr, (0.9, 0.95), weight_decay=args.weight_decay,
+                                 foreach=args.tp == 1)  # a foreach operation takes one mesh
     return dmuon.Muon(model, args.muon_lr, args.momentum, weight_decay=args.weight_decay, ns_backend=args.ns,
                       adjust_lr_fn=args.adjust_lr_fn, adamw_lr=args.adamw_lr,
                       replicate_async=bool(args.replicate_async))
@@ -469,10 +544,10 @@ def clip(model: GPT, args: argparse.Namespace) -> float:
     limit = args.grad_clip or math.inf
     if args.optimizer == "muon":
         return dmuon.clip_grad_norm_(model, limit).item()
-    meshes: dict[DeviceMesh, list[nn.Parameter]] = {}
+    meshes: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for p in model.parameters():  # with tensor parallelism on two meshes, of which torch's clip_grad_norm_ takes one
-        meshes.setdefault(p.grad.device_mesh, []).append(p)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in of_mesh]).full_tensor() for of_mesh in meshes.values()]
+        meshes.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in of_mesh])) for of_mesh in meshes.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     for of_mesh in meshes.values():
         torch.nn.utils.clip_grads_with_norm_(of_mesh, limit, norm)
@@ -492,15 +567,16 @@ class Log:
     """Rank 0 prints and writes `log.jsonl`: first the run's settings, then a record a step. Other ranks are silent."""
 
     def __init__(self, args: argparse.Namespace):
+        name = "bench.jsonl" if args.bench else "verify.jsonl" if args.verify else "log.jsonl"
         self.main, self.device = dist.get_rank() == 0, torch.device(args.device)
         self.started, self.first, self.losses, self.file = time.perf_counter(), 0, [], None
         try:
-            with together("log.jsonl", self.device):
+            with together(name, self.device):
                 if self.main:
                     os.makedirs(args.out, exist_ok=True)
-                    self.file = open(os.path.join(args.out, "log.jsonl"), "a+")
+                    self.file = open(os.path.join(args.out, name), "a+")
         except (OSError, ValueError) as error:
-            raise UsageError(f"--out {args.out}: cannot write log.jsonl there: {error}") from error
+            raise UsageError(f"--out {args.out}: cannot write {name} there: {error}") from error
 
     def rewind(self, step: int, keep: bool) -> None:
         """Keep this run's records of steps that are done, of another none; a killed run may have torn the last line."""
@@ -561,8 +637,8 @@ def describe(model: GPT, corpus: Corpus, args: argparse.Namespace) -> Iterator[s
     yield f"model  {args.depth} layers, width {args.n_embd}, {args.n_head} heads, {total:,} parameters"
     families = {"Muon": [], "AdamW": []}
     for name, p in model.named_parameters():
-        is_matrix = args.optimizer == "muon" and name.startswith("layers.") and p.ndim == 2
-        families["Muon" if is_matrix else "AdamW"].append((re.sub(r"\.\d+\.", ".*.", name), tuple(p.shape)))
+        family = "Muon" if args.optimizer != "adamw" and is_matrix(name, p) else "AdamW"
+        families[family].append((re.sub(r"\.\d+\.", ".*.", name), tuple(p.shape)))
     for family, tensors in families.items():
         kinds = ", ".join(f"{n} {name} {'x'.join(map(str, shape))}" for (name, shape), n in Counter(tensors).items())
         yield f"{family:6} {len(tensors)} tensors: {kinds}"
@@ -618,6 +694,247 @@ def sample(model: GPT, corpus: Corpus, args: argparse.Namespace, rows: int = 8, 
     texts = [bytes(row).decode(errors="backslashreplace") for row in tokens[:, 1:].tolist()]
     texts = [text.split("\n")[0] if args.data == "unicode" else text for text in texts]  # a name a line
     return "\n".join("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text) for text in texts)
+
+
+# ------------------------------------------------------------------------------------------------ verify, bench
+
+
+def verify(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log) -> None:
+    """Three float64 steps of this layout, and of one process that has the whole model and batch, side by side.
+
+    Every rank repeats the one process and compares what it holds: gradients (averaged, clipped), the optimizer's state,
+    weights. Prints the largest differences.
+
+    Raises:
+        RuntimeError: on every rank; one is above 1e-10, or nobody has some tensor's gradient.
+    """
+    plain_args = argparse.Namespace(**vars(args) | {"optimizer": "adamw" if args.optimizer == "adamw" else "naive"})
+    model, plain = build(args, corpus.vocab_size), build(args, corpus.vocab_size)
+    shard(model, mesh, args)
+    optimizer, plain_optimizer = make_optimizer(model, args), make_optimizer(plain, plain_args)
+    found = []  # lines of family, kind, name and difference
+    for step in (1, 2, 3):
+        loss, *_ = train_step(model, optimizer, corpus, args, step, signals=[])
+        plain_optimizer.zero_grad()
+        for rank in range(args.data_ranks):
+            for tokens, targets in batches(corpus, args, step, rank * args.tp):
+                part = loss_of(plain, tokens, targets) / (args.micro_steps * args.data_ranks)
+                part.backward()
+                loss -= part.item()
+        found.append(f"both loss mean {abs(loss)}")
+        clip(plain, plain_args)
+        plain_optimizer.step()
+        model.state_dict()  # lets replicate broadcasts arrive
+        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+            ours, theirs = (dict(gradient=x.grad, weight=x.detach(), **of.state.get(x, {}))
+                            for x, of in ((p, optimizer), (q, plain_optimizer)))
+            for kind in theirs.keys() - {"step"} if p.numel() else ():  # else a placeholder
+                if ours.get(kind) is not None:
+                    difference = (whole(ours[kind]) - theirs[kind]).abs().max().item()
+                    found.append(f"{'Muon' if is_matrix(name, p) else 'AdamW'} {kind} {name} {difference}")
+    most: dict[tuple[str, str], float] = {}
+    lacking = {name for name, _ in plain.named_parameters()}
+    for family, kind, name, difference in map(str.split, union(found, [dist.group.WORLD], log.device)):
+        lacking -= {name} if kind == "gradient" else set()
+        most[family, kind] = max(most.get((family, kind), 0.0), float(difference.replace("nan", "inf")))
+    log.write(options=vars(args), largest_differences={" ".join(key): value for key, value in most.items()})
+    log.print("three float64 steps against one process, largest difference of")
+    for (family, kind), value in sorted(most.items()):
+        log.print(f"  {family:6}{kind:16}{value:.1e}")
+    if lacking or max(most.values()) > 1e-10:
+        raise RuntimeError(f"--verify: this layout and one process differ by {max(most.values()):.1e}; at most 1e-10 "
+                           f"is rounding; without a gradient: {', '.join(sorted(lacking)) or 'nothing'}")
+
+
+class Meter(TorchDispatchMode):
+    """Watches what a rank does: elements it sends, the most bytes in tensors at once, shapes of batched products.
+
+    On a ring an element that must reach N ranks is sent N - 1 times: an all-gather, reduce-scatter, broadcast or reduce
+    of n elements costs a rank (N - 1) / N n, on average, and an all-reduce twice that.
+    """
+
+    def __init__(self, held: list[Tensor]):
+        super().__init__()
+        self.sent, self.peak_bytes, self.products = 0.0, 0, []
+        self.storages = weakref.WeakSet(tensor.untyped_storage() for tensor in held)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on local tensors
+        result, name = function(*args, **kwargs or {}), function.__name__
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+        if function.namespace in ("c10d", "_c10d_functional") and not re.search("wait|wrap", name):
+            group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+            ranks = args[1] if group is None else dist.ProcessGroup.unbox(group).size()
+            times = 2 if re.match("all_?reduce", name) else 1
+            self.sent += times * max(tensor.numel() for tensor in tensors) * (ranks - 1) / ranks
+        if name.startswith(("bmm", "baddbmm")):
+            left, right = args[-2:]
+            self.products.append((*left.shape, right.shape[-1], left.dtype))
+        self.storages.update(tensor.untyped_storage() for tensor in tensors)
+        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.storages))
+        return result
+
+
+def largest(*values: float, device: str) -> list[float]:
+    """Of each over the ranks; nobody goes on before all have come."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return mine.tolist()
+
+
+class BenchRow:
+    """One line of the table: a model, sharded, with its optimizer, and what was measured of it."""
+
+    def __init__(self, name: str, corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, prefetch: bool = True,
+                 **options: str | int):
+        self.name, self.prefetch, self.step_ms, self.optimizer_ms = name, prefetch, [], []
+        self.args = argparse.Namespace(**vars(args) | options)
+        self.data = [*batches(corpus, args, 1, dist.get_rank())]
+        self.model = build(self.args, corpus.vocab_size)
+        self.formula = self.expected_traffic()
+        shard(self.model, mesh, self.args)
+        self.optimizer = make_optimizer(self.model, self.args)
+
+    def expected_traffic(self) -> float:
+        """Elements that a rank sends in a step, by `partition.step_traffic`."""
+        args, numel = self.args, Counter()
+        ranks = args.data_ranks // args.replicate
+        for name, p in self.model.named_parameters():
+            rows = len(p) if args.optimizer == "muon" and is_matrix(name, p) else -(-len(p) // ranks) * ranks
+            numel[is_matrix(name, p)] += rows * (p.numel() // len(p))  # FSDP2 pads to equal shards
+        links = step_traffic(numel[True], numel[False], ranks, args.replicate, args.zero, args.optimizer == "naive")
+        return round(sum(links.values()) * args.data_ranks) / args.data_ranks  # a whole number over all ranks
+
+    def stamp(self):
+        """This moment of the rank's work; on CUDA nobody waits for it."""
+        if self.args.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def step(self) -> tuple[float, float]:
+        """A training step without clipping and logging; start and end of the optimizer's part."""
+        hooks.PREFETCH = self.prefetch
+        self.optimizer.zero_grad()
+        for tokens, targets in self.data:
+            loss_of(self.model, tokens, targets).backward()
+        start = self.stamp()
+        self.optimizer.step()
+        return start, self.stamp()
+
+    def turn(self, steps: int = 2) -> None:
+        """Some steps in a row; what they leave in flight ends within the time."""
+        device = self.args.device
+        largest(0, device=device)
+        start = time.perf_counter()
+        parts = [self.step() for _ in range(steps)]
+        self.model.state_dict()  # lets replicate broadcasts arrive
+        largest(0, device=device)
+        step_ms = 1000 * (time.perf_counter() - start) / steps
+        parts = [1000 * (end - start) if device == "cpu" else start.elapsed_time(end) for start, end in parts]
+        slowest = largest(step_ms, sum(parts) / steps, device=device)
+        self.step_ms.append(slowest[0])
+        self.optimizer_ms.append(slowest[1])
+
+    def count(self) -> dict[str, float]:
+        """Of one step: what the ranks send, on average, and beside it what the fullest rank holds."""
+        states = [local(t) for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        held = [*map(local, self.model.parameters()), *self.model.buffers(), *states]
+        self.optimizer.zero_grad()
+        if self.args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            others = torch.cuda.memory_allocated() - sum(tensor.nbytes for tensor in held)
+        with Meter(held) as meter:
+            self.step()
+        peak = meter.peak_bytes if self.args.device == "cpu" else torch.cuda.max_memory_allocated() - others
+        sent = torch.tensor(meter.sent, dtype=torch.float64, device=self.args.device)
+        dist.all_reduce(sent)
+        momenta = sum(local(self.optimizer.state[p]["momentum_buffer"]).nbytes for p in self.matrices())
+        peak, momenta = map(int, largest(peak, momenta, device=self.args.device))
+        return dict(sent=round(sent.item()) / self.args.data_ranks, formula=self.formula, muon_state_bytes=momenta,
+                    peak_bytes=peak)
+
+    def matrices(self) -> list[nn.Parameter]:
+        """Those that this rank runs Newton-Schulz on."""
+        return [p for p, state in self.optimizer.state.items() if "momentum_buffer" in state]
+
+    def newton_schulz(self, rounds: int = 3) -> dict[str, float]:
+        """Newton-Schulz of a step, and its products by plain torch.mm, in turns, on the rank that it takes longest."""
+        updates = [[torch.randn(p.shape, device=p.device, dtype=p.dtype) for p in same]
+                   for same in equal_shapes(self.matrices())]
+        run = lambda: [orthogonalise(same, self.args.ns, dmuon.POLAR_EXPRESS_COEFFICIENTS) for same in updates]
+        with Meter([]) as meter:
+            run()
+        operands = {key: [torch.randn(*shape, device=self.args.device).to(key[-1]) for shape in (key[1:3], key[2:4])]
+                    for key in meter.products}
+        plain = lambda: [torch.mm(*operands[key]) for key in meter.products for _ in range(key[0])]
+        ms = []
+        for function in (run, plain) * rounds:
+            largest(0, device=self.args.device)
+            start = time.perf_counter()
+            function()
+            if self.args.device == "cuda":
+                torch.cuda.synchronize()
+            ms.append(1000 * (time.perf_counter() - start))
+        flops = sum(2 * batch * m * k * n for batch, m, k, n, _ in meter.products)
+        mine = torch.tensor([median(ms[::2]), median(ms[1::2]), flops], dtype=torch.float64, device=self.args.device)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        ns_ms, mm_ms, flops = max(rank.tolist() for rank in gathered)
+        return dict(ns_ms=ns_ms, ns_to_mm=ns_ms / mm_ms, ns_gflops=flops / ns_ms / 1e6) if flops else {}
+
+    def weights(self) -> Tensor:
+        """All of them, one after the other."""
+        with dmuon.unshard(self.model):
+            return torch.cat([whole(p).detach().flatten() for p in self.model.parameters()])
+
+
+def bench(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log) -> None:
+    """AdamW, naive Muon and DMuon with one model, data and Newton-Schulz: `--steps` rounds, the rows in turns.
+
+    Raises:
+        RuntimeError: on every rank; the rows of one rule have not made the same first step.
+    """
+    kinds = {"AdamW Z2": ("adamw", 2), "AdamW Z3": ("adamw", 3), "naive Muon Z3": ("naive", 3), "DMuon Z2": ("muon", 2),
+             "DMuon Z3": ("muon", 3), "DMuon Z3, no prefetch": ("muon", 3)}
+    kinds |= {"DMuon Z3, sync replicas": ("muon", 3)} if args.replicate > 1 else {}
+    rows = [BenchRow(name, corpus, mesh, args, "no prefetch" not in name, optimizer=optimizer, zero=zero,
+                     replicate_async=int("sync" not in name)) for name, (optimizer, zero) in kinds.items()]
+    start, firsts, distances = rows[0].weights(), {}, []
+    for row in rows:
+        row.step()
+        weights = row.weights()
+        first = firsts.setdefault(row.args.optimizer == "adamw", weights)
+        distances.append((weights - first).norm() / (first - start).norm())
+    distance, = largest(torch.stack(distances).nan_to_num(math.inf).max(), device=args.device)
+    if not distance < (0.1 if args.dtype == "bfloat16" else 0.01):
+        raise RuntimeError(f"--bench: the rows' first steps differ by {distance:.1e} of the step")
+    del start, firsts, weights, first
+    figures = [row.count() | row.newton_schulz() for row in rows]
+    for _ in range(args.steps):
+        for row in rows:
+            row.turn()
+    hooks.PREFETCH = True
+    tokens = args.total_batch_size
+    log.write(options=vars(args), torch=torch.__version__, mesh=mesh.shape, first_steps_differ_by=distance)
+    log.print(f"bench  width {args.n_embd}, {args.depth} layers, {args.seq_len} tokens x {args.device_batch_size} "
+              f"sequences x {args.data_ranks} ranks = {tokens:,} tokens a step, replicate {args.replicate}\n"
+              f"run    {args.device}, {args.dtype}, {dist.get_backend()}, torch {torch.__version__}, medians of "
+              f"{args.steps} rounds; first steps differ by {distance:.0e}\n"
+              f"{'':24}{'step':>8}{'to':>7}{'optim.':>8}{'NS':>8}{'NS to':>7}{'elements that a rank sends':>28}"
+              f"{'Muon':>8}{'peak':>8}\n{'':24}{'ms':>8}{'AdamW':>7}{'ms':>8}{'ms':>8}{'mm':>7}{'counted':>14}"
+              f"{'formula':>14}{'MiB':>8}{'MiB':>8}")
+    base = {row.args.zero: row for row in rows if row.args.optimizer == "adamw"}
+    for row, figure in zip(rows, figures):
+        ratio = median(map(float.__truediv__, row.step_ms, base[row.args.zero].step_ms))
+        figure = dict(step_ms=median(row.step_ms), ratio=ratio, optimizer_ms=median(row.optimizer_ms), **figure)
+        log.write(row=row.name, **figure)
+        ns = f"{figure['ns_ms']:8.1f}{figure['ns_to_mm']:7.2f}" if "ns_ms" in figure else ""
+        log.print(f"{row.name:24}{figure['step_ms']:8.1f}{ratio:7.2f}{figure['optimizer_ms']:8.1f}{ns:15}"
+                  f"{figure['sent']:14,.0f}{figure['formula']:14,.0f}{figure['muon_state_bytes'] / 2**20:8.1f}"
+                  f"{figure['peak_bytes'] / 2**20:8.1f}")
 
 
 # ------------------------------------------------------------------------------------------------------- main
@@ -730,21 +1047,35 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: ar
     rates = [group["lr"] for group in optimizer.param_groups]
     report(model, corpus, args, log, done)  # a run that was killed may not have come to it
     bar = tqdm(total=args.steps, initial=done, disable=not (log.main and sys.stderr.isatty()), leave=False)
-    for step in range(done + 1, args.steps + 1):
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate * multiplier(args, step - 1)
-        loss, norm, stops, ms = train_step(model, optimizer, corpus, args, step, signals)
-        log.step(args, step, loss, norm, optimizer.param_groups[0]["lr"], ms)
-        bar.update()
-        with phase(step, "checkpoint and evaluation"):
-            if stops or args.save_every and (step == args.steps or step % args.save_every == 0):
-                path = dmuon.save_checkpoint(args.out, model, optimizer, step, args.keep)
-                if stops:
-                    return log.print(f"stopped by a signal after step {step}, saved {path}; --resume=auto goes on")
-            report(model, corpus, args, log, step)
+    with profiler(args, done) as trace:
+        for step in range(done + 1, args.steps + 1):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * multiplier(args, step - 1)
+            loss, norm, stops, ms = train_step(model, optimizer, corpus, args, step, signals)
+            if trace:
+                trace.step()
+            log.step(args, step, loss, norm, optimizer.param_groups[0]["lr"], ms)
+            bar.update()
+            with phase(step, "checkpoint and evaluation"):
+                if stops or args.save_every and (step == args.steps or step % args.save_every == 0):
+                    path = dmuon.save_checkpoint(args.out, model, optimizer, step, args.keep)
+                    if stops:
+                        return log.print(f"stopped by a signal after step {step}, saved {path}; --resume=auto goes on")
+                report(model, corpus, args, log, step)
     bar.close()
     if log.losses:
         log.print("loss\n" + loss_curve(log.losses))
+
+
+def profiler(args: argparse.Namespace, done: int):
+    """torch.profiler on the fourth to sixth step of this run, if `--profile` asks for it."""
+    if not args.profile:
+        return nullcontext()
+    if args.steps - done < 4:
+        raise UsageError(f"--profile {args.profile}: steps 4 to 6 are traced; this run has {args.steps - done}")
+    os.makedirs(args.profile, exist_ok=True)
+    save = lambda trace: trace.export_chrome_trace(os.path.join(args.profile, f"rank{dist.get_rank()}.json"))
+    return profile(schedule=schedule(wait=2, warmup=1, active=3, repeat=1), on_trace_ready=save)
 
 
 @record
@@ -756,6 +1087,9 @@ def main(argv: list[str] | None = None) -> None:
     corpus = load_corpus(args)
     mesh = init_distributed(args)
     log = Log(args)
+    if args.bench or args.verify:
+        log.rewind(0, keep=False)
+        return bench(corpus, mesh, args, log) if args.bench else verify(corpus, mesh, args, log)
     model = build(args, corpus.vocab_size)
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embed.weight.numel()
     args.flops_per_token = 6 * matrices + 12 * args.depth * args.n_embd * args.seq_len  # attention's products last

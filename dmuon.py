@@ -47,7 +47,6 @@ __all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "
            "gram_newton_schulz", "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS", "POLAR_EXPRESS_COEFFICIENTS"]
 
 
-
 # ------------------------------------------------------------------------------------------ the FSDP2 patch
 
 
@@ -329,11 +328,11 @@ class Muon(torch.optim.Optimizer):
         self._dedicated.settle()
         owned = []  # [(matrices that are updated as one batch, their group)]
         for group in (group for group in self.param_groups if group["family"] == "muon"):
-            owned += [(batch, group) for batch in equal_shapes(p for p in group["params"] if _is_trained(p))]
+            trained = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+            owned += [(batch, group) for batch in equal_shapes(trained)]
         for batch, group in owned:
-            for p in batch:
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+            for p in (p for p in batch if "momentum_buffer" not in self.state[p]):
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
             torch._foreach_lerp_(self._momenta(batch), [p.grad for p in batch], 1 - group["momentum"])
         cut = [(batch, group) for batch, group in owned if sums_grams(batch[0])]
         norms = {}
@@ -370,10 +369,6 @@ class Muon(torch.optim.Optimizer):
         adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *batch[0].shape[-2:])  # by the shape of the whole matrix
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-adjusted)
-
-
-def _is_trained(p: nn.Parameter) -> bool:
-    return p.grad is not None and p.requires_grad
 
 
 def _by_mesh(group: dict) -> list[dict]:

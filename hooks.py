@@ -137,8 +137,7 @@ class Boundary:
     """A hook boundary: the module whose hooks unshard and reduce, and its packed buffers. The root may have none."""
 
     def __init__(self, name: str, module: nn.Module, params: list[DedicatedParam], model: DedicatedModel):
-        self.name, self.module, self.params, self.model = name, module, params, model
-        self.state = BufferState.SHARDED
+        self.name, self.module, self.params, self.model, self.state = name, module, params, model, BufferState.SHARDED
         self.buffers: list[PackedBuffer] = []
         self.arriving: list = []  # replicate broadcasts in flight since the last step
 
@@ -192,8 +191,8 @@ class Boundary:
                 buffer.free()
             self.state = BufferState.SHARDED
 
-    def trainable(self) -> int:
-        return sum(p.sharded.requires_grad for p in self.params)
+    def trained(self) -> list[DedicatedParam]:
+        return [p for p in self.params if p.sharded.requires_grad]
 
 
 class Backward:
@@ -210,7 +209,7 @@ class Backward:
             self.reduces += [boundary for boundary in model.waiting if boundary not in model.entered]
             model.waiting = {}
         self.broadcast_cursor = self.reduce_cursor = 0
-        self.missing = {boundary: boundary.trainable() for boundary in self.reduces}  # gradients yet to come
+        self.missing = {boundary: len(boundary.trained()) for boundary in self.reduces}  # gradients yet to come
         self.seen: set[Boundary] = set()
         self.done: list[Boundary] = []  # all gradients are in, the buffers are still here
         self.in_flight: list[TwoStageReduce] = []  # issued and not finished, in order
@@ -226,7 +225,7 @@ class Backward:
             self.broadcasts.append(boundary)
         if boundary not in self.missing:
             self.reduces.append(boundary)
-            self.missing[boundary] = boundary.trainable()
+            self.missing[boundary] = len(boundary.trained())
         position = self.broadcasts.index(boundary)
         self._issue_broadcasts(position + 1)
         boundary.finish_unshard()
@@ -238,7 +237,7 @@ class Backward:
         self.enter(boundary)
         self.missing[boundary] -= 1
         if self.missing[boundary] == 0:
-            if boundary.trainable() == len(boundary.params) and not self._keeps_buffers():
+            if boundary.trained() == boundary.params and not self._keeps_buffers():
                 self.done.append(boundary)  # a frozen matrix may be needed until the end
             while self.syncs and self._next_reduce_is_ready():
                 self._issue_reduce()
@@ -423,9 +422,8 @@ class DedicatedModel:
         """After a step: the owners' new weights set out to their replicate peers, in model order."""
         self.finish_replicate_broadcasts()
         for boundary in self.boundaries:
-            trained = [p for p in boundary.params if p.sharded.requires_grad]
             with record_function(f"dmuon.replicate_broadcast {boundary.name}"):
-                boundary.arriving = replicate_broadcasts(trained, self.mesh)
+                boundary.arriving = replicate_broadcasts(boundary.trained(), self.mesh)
 
     def finish_replicate_broadcasts(self, *_: Any) -> None:
         """Before weights are read or written in another way than by a forward."""

@@ -219,12 +219,12 @@ def equal_shapes(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     large ones do not: a batch of them leaves the cache. The result has the same bits. One that tensor parallelism has
     cut is alone.
     """
-    found, open_batches = [], {}  # shape, dtype -> the batch that takes the next one
+    found, open_batches = [], {}  # by kind, the batch that takes the next one
     for p in parameters:
-        key, most = (p.shape, p.dtype), BATCH_NUMEL["cuda" if p.is_cuda else "cpu"]
-        batch = open_batches.get(key) if sharded_dim(p) is None else None
-        if batch is None or (len(batch) + 1) * p.numel() > most:
-            batch = open_batches[key] = []
+        kind = (p.shape, p.dtype, getattr(p, "placements", None))
+        batch = open_batches.get(kind) if sharded_dim(p) is None else None
+        if batch is None or (len(batch) + 1) * p.numel() > BATCH_NUMEL["cuda" if p.is_cuda else "cpu"]:
+            batch = open_batches[kind] = []
             found.append(batch)
         batch.append(p)
     return found
@@ -239,7 +239,7 @@ def orthogonalise(
     """NS by the way that fits; what this rank stores of the results."""
     with record_function(f"dmuon.newton_schulz {len(updates)}x({','.join(map(str, updates[0].shape))})"):
         if sharded_dim(updates[0]) is not None:
-            return [tensor_parallel_newton_schulz(updates[0], *options, norm).to_local()]
+            return [tensor_parallel_newton_schulz(updates[0], *options, norm=norm).to_local()]
         function = gram_newton_schulz if backend == "gram" else newton_schulz
         updates = [update.to_local() if isinstance(update, DTensor) else update for update in updates]
         return function(torch.stack(updates), *options).unbind() if len(updates) > 1 else [function(*updates, *options)]

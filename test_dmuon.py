@@ -511,6 +511,27 @@ def test_ns_of_a_cut_matrix_is_that_of_the_whole(ranks):
     assert run(ranks, law) == [True] * ranks
 
 
+def test_a_batch_mixes_no_placements():
+    """Of one shape: what is cut is alone; whole DTensors, stacks cut by expert and plain tensors are apart."""
+
+    def law(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plain = [gaussian(4, 16, 24, seed=seed) for seed in range(2)]
+        placed = [[distribute_tensor(G, mesh, [placement]) for G in plain] for placement in (
+            Replicate(), Shard(0), Shard(1), Shard(2))]
+        matrices = [G for pair in zip(plain, *placed) for G in pair]
+        found = ns.equal_shapes(matrices)
+        assert sorted(map(len, found)) == [1, 1, 1, 1, 2, 2, 2]
+        for batch in found:
+            for update, G in zip(ns.orthogonalise(batch, "gram"), batch, strict=True):
+                whole = ns.gram_newton_schulz(G.full_tensor() if isinstance(G, DTensor) else G)
+                expected = distribute_tensor(whole, mesh, G.placements).to_local() if isinstance(G, DTensor) else whole
+                torch.testing.assert_close(update, expected, rtol=0, atol=1e-3)
+        return True
+
+    assert run(2, law) == [True] * 2
+
+
 def test_a_cut_matrix_keeps_the_properties_of_ns():
     """Scale is ignored, zero gives zero, a NaN on one rank is in all of the matrix, ten steps restart, bfloat16 too."""
 
@@ -2828,6 +2849,31 @@ class LiveBytes(TorchDispatchMode):
         return self.now() <= most
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_step_needs_the_scratch_of_one_batch_whatever_it_owns(nesterov, monkeypatch):
+    """The most bytes beside weights, gradients and momenta are the same for 2 and for 8 layers of equal matrices."""
+    monkeypatch.setitem(ns.BATCH_NUMEL, "cpu", 2 * 640 * 8)
+
+    def law(rank, layers):
+        model = shard(net(torch.float32, lambda: Net(widths=((8, 640),) * layers)))
+        optimizer = dmuon.Muon(model, nesterov=nesterov)
+        scratch = []
+        for _ in range(3):
+            loss_of(model, batches(1, 1)[0][0]).backward()
+            held = [local(t) for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
+            with train_gpt.Meter(held) as meter:
+                optimizer.step()
+            scratch.append(meter.peak_bytes - sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                                                   for t in held}.values()))
+            optimizer.zero_grad()
+        return scratch[1:]  # the first step makes the momenta
+
+    few, many = run(1, law, 2)[0], run(1, law, 8)[0]
+    assert few[0] == few[1] and many[0] == many[1]
+    norms = 6 * 8 * 4  # of six layers more: AdamW's foreach has a handful of temporaries, each for all of its weights
+    assert 2 * 640 * 8 * 4 <= many[0] <= few[0] + 10 * norms, (few, many)
+
+
 @pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
 def test_a_model_from_the_meta_device_needs_what_a_rank_holds_and_one_layer(layout, spread):
     """Built and initialised layer by layer, a rank never has more bytes than its share and one layer's matrices.
@@ -4803,8 +4849,8 @@ def test_saving_without_numpy_is_refused_at_the_start(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------- the repository
 
-SIZE_LIMITS = dict.fromkeys(("newton_schulz.py", "partition.py", "hooks.py", "hsdp.py"), 300)
-SIZE_LIMITS |= {"dmuon.py": 450, "train_gpt.py": 590}
+SIZE_LIMITS = dict.fromkeys(("newton_schulz.py", "hooks.py", "hsdp.py"), 300)
+SIZE_LIMITS |= {"partition.py": 370, "dmuon.py": 460, "train_gpt.py": 860}
 
 
 def code_lines(path: str) -> int:
@@ -4820,11 +4866,11 @@ def code_lines(path: str) -> int:
 
 
 def test_every_file_keeps_its_size_promise():
-    """Code lines: concept files at most 300, dmuon.py 450, train_gpt.py 590, in all 2,150, as the README says."""
+    """Code lines: at most 300 in three concept files, 370, 460, 860 in the others, in all 2,560, as the README says."""
     here = os.path.dirname(os.path.abspath(__file__))
     readme = open(os.path.join(here, "README.md")).read()
     for name, limit in SIZE_LIMITS.items():
         path = os.path.join(here, name)
         assert code_lines(path) <= limit and f"| `{name}` | {code_lines(path)} |" in readme, (name, code_lines(path))
         assert all(len(line) <= 121 for line in open(path)), name
-    assert sum(code_lines(os.path.join(here, name)) for name in SIZE_LIMITS) <= 2150
+    assert sum(code_lines(os.path.join(here, name)) for name in SIZE_LIMITS) <= 2560

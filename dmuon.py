@@ -640,7 +640,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     state = {"step": 0, "rng": rng, "groups": ()}
     _call_dcp(dcp.load, state, folder)
     for ours, theirs in itertools.zip_longest(_groups(optimizer, names), state["groups"], fillvalue={}):
-        if ours.get("params") != theirs.get("params") or ours.keys() ^ theirs.keys() - {"initial_lr"}:
+        if ours.get("params") != theirs.get("params") or (ours.keys() ^ theirs.keys()) - {"initial_lr"}:
             raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is of another optimizer")
     values = _empty_state(saved, {names[p]: p for group in optimizer.param_groups for p in group["params"]}, dedicated)
     given = model.state_dict()

@@ -163,8 +163,8 @@ class Boundary:
             self.receive()
             if not self.buffers:
                 self._build_buffers()
-            with record_function(f"dmuon.unshard {self.name}"):
-                for buffer in self.buffers:
+            for buffer in self.buffers:
+                with record_function(f"dmuon.unshard {self.name}"):
                     buffer.fill()
             self.state = BufferState.IN_FLIGHT
 
@@ -421,7 +421,7 @@ class DedicatedModel:
     def start_replicate_broadcasts(self) -> None:
         """After a step: the owners' new weights set out to their replicate peers, in model order."""
         self.finish_replicate_broadcasts()
-        for boundary in self.boundaries:
+        for boundary in (boundary for boundary in self.boundaries if boundary.params and self.mesh.num_replicas > 1):
             with record_function(f"dmuon.replicate_broadcast {boundary.name}"):
                 boundary.arriving = replicate_broadcasts(boundary.trained(), self.mesh)
 

@@ -183,7 +183,7 @@ class TwoStageReduce:
     """Gradients of one boundary and one shard column on their way from `full.grad` to `sharded.grad` at their owners.
 
     Args:
-        params: the matrices, `DedicatedParam`s of hooks.py, ordered by slot.
+        params: the matrices, ordered by slot.
         dtype: what they are averaged in.
         mesh: this rank's place.
     """

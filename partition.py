@@ -1,7 +1,7 @@
 """Who owns what? Every matrix has one owner slot, chosen so that all slots finish Newton-Schulz (NS) together.
 
 An owner slot is the place of one rank in the mesh. It broadcasts its matrices, receives their gradients and runs NS on
-them alone, so a step waits for the slot with the most NS work. Three rules, numbered in the code as here:
+them alone, so a step waits for the slot with the most NS work. Four rules, numbered in the code as here:
 
 1. Units. The small matrices of one layer share an owner and a message, up to UNIT_NUMEL elements. Others are alone.
 2. Longest processing time (LPT) first: the units in order of NS FLOPs, not of elements: GPT-2's mlp.up costs twice its
@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -481,19 +482,20 @@ def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterat
     along their rows, a router not at all), and nothing else. Weights, gradients and momenta are float32, full matrices
     bfloat16. Raises ValueError for a number below 1.
     """
-    given = {"shard": shard, "replicate": replicate, "tp": tp, "tokens": tokens}
-    for name, value in given.items():
+    for name, value in (("shard", shard), ("replicate", replicate), ("tp", tp), ("tokens", tokens)):
         if value < 1:
             raise ValueError(f"{name}={value}: expected at least 1")
     (shapes, layers), (_, rest, experts, _) = model_shapes(model), _MODELS[model]
     slots = shard * replicate
     owners = assign_owners(shapes, layers, slots, replicate)
     yield f"{model}: {sum(map(prod, shapes.values())):,} elements in matrices, {rest:,} elsewhere"
-    yield f"mesh: replicate {replicate} x shard {shard} x tp {tp} = {slots * tp:,} ranks"
+    yield f"mesh: replicate {replicate} x shard {shard} x tp {tp} = {slots * tp:,} ranks; {tokens:,} tokens a step"
     yield ownership_map(shapes, layers, owners, slots, num_replicas=replicate)
     numel, flops, sent, active = {}, [0] * slots, 0, 0
     for name, shape in shapes.items():
         dim = None if "router" in name else -1 if name.endswith((".o.weight", ".down.weight")) else -2
+        if dim and shape[dim] % tp:
+            raise ValueError(f"tp={tp}: does not divide {shape[dim]}, a size of {name} {shape}")
         numel[name] = prod(shape) // (1 if dim is None else tp)
         cost, elements = tensor_parallel_cost(shape, dim, tp)
         flops[owners[name]] += cost
@@ -513,11 +515,12 @@ def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterat
         in_layer[layers[name]] += numel[name]
     column, own = max(sum(in_slot[s::shard]) for s in range(shard)), -(-rest // shard)
     sizes = {"weights": 4 * (column + own), "gradients": 4 * (max(in_slot) + own), "momenta": 4 * max(in_slot),
-             "AdamW's": 8 * own, "full matrices in Z2": 2 * matrices, "in Z3": 4 * max(in_layer.values())}
-    yield "GiB of the fullest rank: " + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items())
+             "AdamW's": 8 * own, "full matrices in Z2": 2 * matrices, "of two layers in Z3": 4 * max(in_layer.values())}
+    yield "GiB of the fullest rank between steps (float32), and of full matrices within (bfloat16)"
+    yield "  " + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items())
     share = max(flops) / (6 * active * tokens / (slots * tp))
-    yield (f"NS FLOPs of the slowest rank: {max(flops):.2e}, {share:.2%} of its forward and backward (6 FLOPs a token "
-           "and active matrix element)")
+    yield (f"a rank's NS FLOPs: {_spread(flops)}; the slowest: {share:.2%} of its forward and backward (6 FLOPs a "
+           "token and active matrix element)")
 
 
 def _demonstrate() -> None:
@@ -534,12 +537,13 @@ def _demonstrate() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Without --model a demonstration, with it a plan of a known model.")
-    parser.add_argument("--model", choices=_MODELS)
-    for option, default in (("shard", 8), ("replicate", 1), ("tp", 1), ("tokens", 524288)):
-        parser.add_argument(f"--{option}", type=int, default=default)
+    parser = argparse.ArgumentParser(description="With --model its plan; without any option a demonstration.")
+    parser.add_argument("--model", choices=_MODELS, required=len(sys.argv) > 1)
+    for option, default, text in (("shard", 8, "ranks that share a replica of the model"), ("replicate", 1, "replicas"),
+                                  ("tp", 1, "ranks that cut each matrix"), ("tokens", 524288, "of a step, all ranks")):
+        parser.add_argument(f"--{option}", type=int, default=default, help=f"{text} [{default}]")
     args = parser.parse_args()
-    if args.model is None:
-        _demonstrate()
-    else:
-        print("\n".join(plan(**vars(args))))
+    try:
+        _demonstrate() if args.model is None else print("\n".join(plan(**vars(args))))
+    except ValueError as error:
+        parser.error(str(error))

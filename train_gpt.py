@@ -128,7 +128,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     group("batch, e.g. --total_batch_size=8192 --device_batch_size=4",
           total_batch_size=("auto", auto, "tokens in a step over all ranks; auto: 1024 (CUDA: 524288) or just above"),
           device_batch_size=("auto", auto, "sequences a rank takes through the model at once; auto: at most 32"),
-          steps=("auto", auto, "optimizer steps; auto: 400 on CPU, 1000 on CUDA"))
+          steps=("auto", auto, "optimizer steps; auto: 400 on CPU, 1000 on CUDA; rounds of --bench, auto: 5"))
     group("optimizer, e.g. --muon_lr=0.01 --ns=direct",
           optimizer=("muon", ("muon", "adamw", "naive"), "muon: matrices by Muon, the rest by AdamW; adamw: all by "
                      "AdamW; naive: as muon, but without owners"),
@@ -192,9 +192,13 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
         if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", numbers) or args.tp > 1:
             raise UsageError(f"--bench_model {args.bench_model} --tp {args.tp}: expected four numbers, "
                              f"width,layers,T,B, or one of {', '.join(BENCH_MODELS)}, and tp 1")
-        args.n_embd, args.depth, args.seq_len, args.device_batch_size = map(int, numbers.split(","))
-        args.n_head = max(1, args.n_embd // 64)
-        args.total_batch_size = ranks * args.device_batch_size * args.seq_len
+        width, depth, seq_len, sequences = map(int, numbers.split(","))
+        model = dict(n_embd=width, depth=depth, n_head=max(1, width // 64), seq_len=seq_len,
+                     device_batch_size=sequences, total_batch_size=ranks * sequences * seq_len)
+        for name in model:
+            if getattr(args, name) != "auto":
+                raise UsageError(f"--{name} {getattr(args, name)}: --bench takes its model from --bench_model")
+        _fill(args, **model)
     if args.verify:
         args.dtype = "float64"
     if args.optimizer == "naive" and args.tp > 1:
@@ -738,7 +742,8 @@ def verify(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log)
         lacking -= {name} if kind == "gradient" else set()
         most[family, kind] = max(most.get((family, kind), 0.0), float(difference.replace("nan", "inf")))
     log.write(options=vars(args), largest_differences={" ".join(key): value for key, value in most.items()})
-    log.print("three float64 steps against one process, largest difference of")
+    log.print(f"three float64 steps on replicate {args.replicate} x shard {args.data_ranks // args.replicate} x tp "
+              f"{args.tp} in Z{args.zero} against one process, largest difference of an entry (at most 1e-10):")
     for (family, kind), value in sorted(most.items()):
         log.print(f"  {family:6}{kind:16}{value:.1e}")
     if lacking or max(most.values()) > 1e-10:
@@ -863,7 +868,7 @@ class BenchRow:
     def newton_schulz(self, rounds: int = 3) -> dict[str, float]:
         """Newton-Schulz of a step, and its products by plain torch.mm, in turns, on the rank that it takes longest.
 
-        On a CPU in processor time, because ranks may share a core.
+        All ranks run them at once, as in a step; the ratio is of processor time on a CPU, whose cores ranks may share.
         """
         updates = [[torch.randn(p.shape, device=p.device, dtype=p.dtype) for p in same]
                    for same in equal_shapes(self.matrices())]
@@ -873,20 +878,23 @@ class BenchRow:
         operands = {key: [torch.randn(*shape, device=self.args.device).to(key[-1]) for shape in (key[1:3], key[2:4])]
                     for key in meter.products}
         plain = lambda: [torch.mm(*operands[key]) for key in meter.products for _ in range(key[0])]
-        ms, clock = [], time.process_time if self.args.device == "cpu" else time.perf_counter
+        own_time = time.process_time if self.args.device == "cpu" else time.perf_counter
+        ms, own_ms = [], []
         for function in (run, plain) * rounds:
             largest(0, device=self.args.device)
-            start = clock()
+            start, own_start = time.perf_counter(), own_time()
             function()
             if self.args.device == "cuda":
                 torch.cuda.synchronize()
-            ms.append(1000 * (clock() - start))
+            ms.append(1000 * (time.perf_counter() - start))
+            own_ms.append(1000 * (own_time() - own_start))
         flops = sum(2 * batch * m * k * n for batch, m, k, n, _ in meter.products)
-        mine = torch.tensor([median(ms[::2]), median(ms[1::2]), flops], dtype=torch.float64, device=self.args.device)
+        figures = [median(ms[::2]), median(own_ms[::2]) / (median(own_ms[1::2]) or 1), flops]
+        mine = torch.tensor(figures, dtype=torch.float64, device=self.args.device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
-        ns_ms, mm_ms, flops = max(rank.tolist() for rank in gathered)
-        return dict(ns_ms=ns_ms, ns_to_mm=ns_ms / mm_ms, ns_gflops=flops / ns_ms / 1e6) if flops else {}
+        ns_ms, ns_to_mm, flops = max(rank.tolist() for rank in gathered)
+        return dict(ns_ms=ns_ms, ns_to_mm=ns_to_mm, ns_gflops=flops / ns_ms / 1e6) if flops else {}
 
     def weights(self) -> Tensor:
         """All of them, one after the other."""
@@ -1023,7 +1031,8 @@ def resume(model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespac
                 way_out = "another --out starts anew" if auto else "name another checkpoint, or a folder of them"
                 raise UsageError(f"--resume {args.resume}: {error}; {way_out}") from error
             log.print(str(error))  # a run that was killed while it wrote its first
-        log.print(f"resume after step {step} of {args.steps}")
+        nothing = ": nothing is left to do; more --steps go on, another --out starts anew" * (step >= args.steps)
+        log.print(f"resume after step {step} of {args.steps}{nothing}")
     for group, options in zip(optimizer.param_groups, given):
         group.update(options)
     log.rewind(step, keep=same_run)

@@ -367,19 +367,24 @@ class Muon(torch.optim.Optimizer):
         updates = orthogonalise(self._directions(batch, group), group["ns_backend"], *options, norm=norm)
         lr, weights = float(group["lr"]), [local(p) for p in batch]
         adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *batch[0].shape[-2:])  # by the shape of the whole matrix
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        for weight in weights:  # foreach on a CPU would round the factor to the weights' dtype
+            weight.mul_(1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-adjusted)
 
 
 def _by_mesh(group: dict) -> list[dict]:
     """An AdamW group in parts that one foreach operation takes: of one mesh, or of no DTensors, and no tensor rate.
 
-    By itself torch would loop over DTensors, one operation a tensor.
+    By itself torch would loop over DTensors, one operation a tensor; what the user chose stays.
     """
-    how, parts = {"foreach": not group["fused"], "lr": float(group["lr"])}, {}
+    if group["foreach"] is not None or group["fused"] or group["differentiable"]:
+        return [group]
+    parts = {}
     for p in group["params"]:
-        parts.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    return [{**group, **how, "params": params} for params in parts.values()]
+        precise = p.is_cuda or p.dtype.itemsize >= 4  # on a CPU foreach rounds the betas to the weights' dtype
+        parts.setdefault((getattr(p, "device_mesh", None), precise), []).append(p)
+    lr = float(group["lr"])
+    return [{**group, "lr": lr, "foreach": precise, "params": params} for (_, precise), params in parts.items()]
 
 
 # ------------------------------------------------------------------------------------ accumulation and clipping

@@ -118,20 +118,17 @@ def _exchange(held: dict[str, list[list[tuple]]], loads: list[int], num_shards: 
     """Lower the fullest slot by an exchange that keeps rule 3, with the emptiest slot that has one, or return False."""
     full = max(range(len(loads)), key=loads.__getitem__)
     for other in sorted(range(len(loads)), key=loads.__getitem__):
-        gap, lowered = loads[full] - loads[other], []
         for slots in held.values():
             give, take = slots[full], slots[other]
             moved = sum(cost for cost, _ in give) - sum(cost for cost, _ in take)
             columns = [sum(map(len, slots[s % num_shards :: num_shards])) for s in (full, other)]
             same_column = (full - other) % num_shards == 0
-            if 0 < moved < gap and (same_column or len(give) - len(take) in (0, columns[0] - columns[1])):
-                lowered.append((moved, slots))
-        if lowered:
-            moved, slots = min(lowered, key=lambda pair: abs(2 * pair[0] - gap))
-            slots[full], slots[other] = slots[other], slots[full]
-            loads[full] -= moved
-            loads[other] += moved
-            return True
+            keeps_rule = same_column or len(give) - len(take) in (0, columns[0] - columns[1])
+            if 0 < moved < loads[full] - loads[other] and keeps_rule:
+                slots[full], slots[other] = take, give
+                loads[full] -= moved
+                loads[other] += moved
+                return True
     return False
 
 

@@ -684,6 +684,16 @@ def test_replicas_spread_a_layer_over_the_shard_columns_first(num_shards, num_re
     assert picture.splitlines()[0].split()[-1] == last
 
 
+def test_columns_are_balanced_where_slots_cannot_be():
+    """A toy with fewer units than slots: no shard column has more work than the mean."""
+    toy = {"q": (128, 128), "k": (128, 128), "v": (128, 128), "o": (128, 128), "up": (512, 128), "down": (128, 512)}
+    shapes = {f"layers.{i}.{name}.weight": shape for i in range(4) for name, shape in toy.items()}
+    for num_shards, num_replicas in ((8, 4), (8, 16)):
+        owners = partition.assign_owners(shapes, {n: n[:8] for n in shapes}, num_shards * num_replicas, num_replicas)
+        loads = partition.slot_loads(shapes, owners, num_shards * num_replicas)
+        assert max(sum(loads[s::num_shards]) for s in range(num_shards)) * num_shards == sum(loads)
+
+
 def test_known_models_have_their_published_sizes():
     """Matrices and the rest add up to the number of parameters that each model is published with."""
     published = {"gpt2": 124_439_808, "gpt2-xl": 1_557_611_200, "llama3-8b": 8_030_261_248,
@@ -842,6 +852,56 @@ def test_the_plan_is_what_a_real_step_sends_and_holds():
     assert f"NS FLOPs: mean {mean:.2e}, max/mean {slowest / mean:.3f}; " in lines[-1]
     share = slowest / (6 * sum(map(prod, shapes.values())) * 4096 / 4)
     assert f" {share:.2%} of its forward and backward" in lines[-1]
+
+
+@pytest.mark.parametrize("model, shard, replicate, tp", [("llama3-8b", 4, 8, 2), ("qwen3-30b-a3b", 8, 2, 4),
+                                                         ("gpt2", 4, 1, 1), ("llama3-70b", 8, 16, 8)])
+def test_the_plan_adds_up_rank_by_rank(model, shard, replicate, tp):
+    """Every printed figure equals one made here by going through all ranks and matrices, whatever the formulas are."""
+    shapes, layers = partition.model_shapes(model)
+    rest, owners = partition._MODELS[model][1], partition.assign_owners(shapes, layers, shard * replicate, replicate)
+    slots, numel, sent, flops, layer = range(shard * replicate), {}, Counter(), Counter(), Counter()
+    work = whole_elements = 0
+    for name, shape in shapes.items():
+        is_cut, kind = "router" not in name and tp > 1, name.split(".")[-2]
+        *experts, m, n = shape
+        E, s, d = prod(experts), *((n, m) if kind in ("o", "down") else (m, n))
+        numel[name] = prod(shape) // (tp if is_cut else 1)
+        whole_elements += prod(shape) if is_cut else 0
+        layer[layers[name]] += numel[name]
+        work += prod(shape) * (8 / 128 if experts and "router" not in name else 1)
+        gathers = is_cut and s < d
+        if is_cut and not gathers:
+            sent[owners[name]] += E * (2 * d * d + 2) * (tp - 1) / tp
+            flops[owners[name]] += E * (34 * d**3 + 4 * d * d * s / tp)
+        else:
+            sent[owners[name]] += prod(shape) * (tp - 1) / tp * gathers
+            flops[owners[name]] += partition.ns_flops(shape)
+    held = Counter()  # by (slot, what)
+    for slot in slots:
+        for name, owner in owners.items():
+            held[slot, "weights"] += numel[name] * (owner % shard == slot % shard)
+            held[slot, "momenta"] += numel[name] * (owner == slot)
+    part = -(-rest // shard)
+    total = sum(numel.values())
+    most = {what: max(held[slot, what] for slot in slots) for what in ("weights", "momenta")}
+    gib = {"weights": 4 * (most["weights"] + part), "gradients": 4 * (most["momenta"] + part),
+           "momenta": 4 * most["momenta"], "AdamW's": 8 * part, "full matrices in Z2": 2 * total,
+           "of two layers in Z3": 2 * 2 * max(layer.values())}
+    everything = total + part * shard
+    row, column = (shard - 1) / shard, 2 * (replicate - 1) / replicate / shard
+    links = {"Z2": [row, row, column, 0], "Z3": [2 * row, row, column, 0], "naive Z3": [2 * row, row, column, 0]}
+    lines = [*partition.plan(model, shard, replicate, tp, 10**6)]
+    text = "\n".join(lines)
+    for kind, (*factors, _) in links.items():
+        numbers = [factor * everything for factor in factors] + [row * total * (kind == "naive Z3")]
+        numbers.append(whole_elements * (tp - 1) / tp if kind == "naive Z3" else sum(sent.values()) / len(slots))
+        line = next(line for line in lines if re.match(rf"  {kind} +[\d,]+ ", line))
+        assert line[10:].split() == [f"{number:,.0f}" for number in numbers], kind
+    assert "  " + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in gib.items()) in text
+    loads = [flops[slot] for slot in slots]
+    share = max(loads) / (6 * work * 10**6 / (len(slots) * tp))
+    assert f"max/mean {max(loads) * len(loads) / sum(loads):.3f}; the slowest: {share:.2%} of its forward" in text
 
 
 @pytest.mark.parametrize("model, idle", [("gpt2", 56), ("llama3-70b", 0), ("qwen3-30b-a3b", 0)])
@@ -3462,6 +3522,79 @@ def test_the_clip_norm_counts_what_the_user_keeps_from_fsdp_once(spread):
     assert run(4, law) == [pytest.approx(run(1, one)[0], rel=1e-10)] * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_step_has_the_bits_of_torchs_operations_one_by_one(dtype, monkeypatch):
+    """Momentum, direction, decay and update of each matrix as `torch.optim.Muon` writes them, AdamW as torch's loop."""
+
+    def law(rank):
+        torch.manual_seed(0)
+        model = shard(net(dtype, lambda: Net(widths=((8, 12), (8, 12)))))
+        plain = copy.deepcopy(net(dtype, lambda: Net(widths=((8, 12), (8, 12)))))
+        options = dict(lr=0.02, momentum=0.95, weight_decay=0.1)
+        optimizer = dmuon.Muon(model, **options, adamw_lr=1e-2, adamw_weight_decay=0.1)
+        adamw = torch.optim.AdamW([p for n, p in plain.named_parameters() if not is_matrix(n)], 1e-2, (0.9, 0.95),
+                                  weight_decay=0.1, foreach=False)
+        momenta = {n: torch.zeros_like(p) for n, p in plain.named_parameters() if is_matrix(n)}
+        for step in range(20):
+            for seed, (p, q) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+                q.grad = gaussian(*q.shape, seed=100 * step + seed).to(dtype)
+                p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else q.grad
+            optimizer.step()
+            adamw.step()
+            with torch.no_grad():
+                for name, q in plain.named_parameters():
+                    if is_matrix(name):
+                        momenta[name].lerp_(q.grad, 1 - 0.95)
+                        update = ns.gram_newton_schulz(q.grad.lerp(momenta[name], 0.95))
+                        q.mul_(1 - 0.02 * 0.1).add_(update, alpha=-0.02 * 0.2 * max(q.shape) ** 0.5)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+            assert torch.equal(whole(p), q), name
+        return True
+
+    assert run(1, law) == [True]
+
+
+class Biased(Net):
+    """With tensor parallelism the biases of cut maps are DTensors on two dimensions, other AdamW parameters on one."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            for linear in layer.maps:
+                linear.bias = nn.Parameter(torch.randn(linear.weight.shape[0]))
+
+
+def is_biased_matrix(name: str) -> bool:
+    return "layers." in name and "norm" not in name and "bias" not in name
+
+
+@pytest.mark.parametrize("layout", ["2", "2 tp2"])
+@pytest.mark.parametrize("how", [{}, {"lr": torch.tensor(1e-2, dtype=torch.float64)}, {"fused": True},
+                                 {"foreach": False}, {"amsgrad": True}])
+def test_adamw_takes_parameters_of_several_meshes_and_torchs_options(layout, how, spread, monkeypatch):
+    """One process's steps, with a tensor rate, fused, a loop or AMSGrad as the user asks for AdamW's group."""
+    if layout == "2 tp2" and how.get("fused"):
+        pytest.skip("one fused operation takes one mesh, in torch as here")
+    monkeypatch.setitem(globals(), "is_matrix", is_biased_matrix)
+    amsgrad = how.get("amsgrad", False)
+
+    def law(rank):
+        tp = tp_size(layout)
+        model = shard(net(make=Biased), layout=layout)
+        matrices = [p for p in model.parameters() if hasattr(p, "_dedicated_owner_rank")]
+        rest = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
+        assert len({p.device_mesh for p in rest}) == tp
+        optimizer = dmuon.Muon(model, **OPTIONS, param_groups=[{"params": matrices}, {"params": rest, **how}])
+        return [train_step(model, optimizer, step[rank // tp]) for step in batches(2, 3)]
+
+    def expected(rank):
+        original = torch.optim.AdamW
+        monkeypatch.setattr(torch.optim, "AdamW", partial(original, amsgrad=amsgrad))
+        return reference(2, 3, make=Biased)
+
+    assert_same(merged(run(2 * tp_size(layout), law)), run(1, expected)[0])
+
+
 def test_families_are_told_apart_whatever_came_before(spread):
     """Named parameters, and an optimizer made after a backward that raised: every matrix is Muon's."""
 
@@ -4402,7 +4535,9 @@ REFUSED_OPTIONS = {
     "--bench --bench_model=512,6,256": "--bench_model 512,6,256 --tp 1: expected four numbers, width,layers,T,B, or",
     "--bench --bench_model=512,0,9,1": "expected four numbers", "--bench --bench_model=huge": "of toy, small, gpt2",
     "--bench --tp=2": "--bench_model small --tp 2: .* and tp 1", "--optimizer=naive --tp=2": "--optimizer naive --tp 2",
-    "--bench --depth=8": "--depth 8: --bench takes its model from --bench_model",
+    "--bench --depth=8": "--depth 8: --bench has its own, and its model is --bench_model", "--bench --zero=2": "--zero",
+    "--bench --bench_model=65,1,8,1": "--bench_model 65,1,8,1: the width must be even",
+    "--verify --dtype=bfloat16": "--dtype bfloat16: --verify is in float64",
     "--bench --verify": "--bench, --verify and --profile: choose one",
     "--zero=1": "--zero: invalid choice", "--see=3": "unrecognized arguments: --see=3",
     "--colour=red": "unrecognized arguments: --colour=red",
@@ -4759,6 +4894,61 @@ def test_the_bench_counts_what_the_formulas_say(ranks, options, tmp_path):
     assert rows["naive Muon Z3"]["sent"] > rows["AdamW Z3"]["sent"] or ranks == 1
 
 
+def test_the_bench_gives_each_row_what_its_name_says(tmp_path, monkeypatch):
+    """Prefetch is off in one row only, NS has the same batches in all, and a turn leaves no broadcast in flight."""
+    monkeypatch.setitem(ns.BATCH_NUMEL, "cpu", 4 * 32 * 32)
+    seen, sizes = {}, collections.defaultdict(set)
+    step, turn, original = train_gpt.BenchRow.step, train_gpt.BenchRow.turn, ns.orthogonalise
+
+    def watched_step(row):
+        sizes["now"] = sizes[row.name]
+        moments = step(row)
+        seen[row.name] = hooks.PREFETCH
+        return moments
+
+    def watched_turn(row):
+        turn(row)
+        assert not any(b.arriving for b in row.model._dmuon.boundaries) if row.args.optimizer == "muon" else True
+
+    def watched_orthogonalise(updates, *args, **how):
+        sizes["now"].add(len(updates))
+        return original(updates, *args, **how)
+
+    monkeypatch.setattr(train_gpt.BenchRow, "step", watched_step)
+    monkeypatch.setattr(train_gpt.BenchRow, "turn", watched_turn)
+    monkeypatch.setattr(train_gpt, "orthogonalise", watched_orthogonalise)
+    monkeypatch.setattr(dmuon, "orthogonalise", watched_orthogonalise)
+
+    def law(rank):
+        tiny = ["--bench", "--bench_model=32,2,16,1", "--steps=1", "--device=cpu", "--replicate=2"]
+        train_gpt.main([*tiny, f"--out={tmp_path}"])
+        return seen, {name: max(found) for name, found in sizes.items() if found}
+
+    for flags, batched in run(2, law):
+        assert {name for name, prefetch in flags.items() if not prefetch} == {"DMuon Z3, no prefetch"}
+        assert set(batched.values()) == {4} and "naive Muon Z3" in batched
+
+
+def test_a_bench_of_rates_of_zero_is_no_error(tmp_path):
+    """Steps that go nowhere do not differ."""
+    run(1, lambda rank: train_gpt.main(["--bench", "--bench_model=32,1,8,1", "--steps=1", "--device=cpu", "--muon_lr=0",
+                                        "--adamw_lr=0", f"--out={tmp_path}"]))
+
+
+def test_the_meter_refuses_what_it_cannot_count():
+    """A collective that it does not know is an error, not a zero."""
+
+    def law(rank):
+        with train_gpt.Meter([]) as meter:
+            dist.all_reduce(torch.ones(6))
+            assert meter.sent == 6.0  # twice half of it
+            with pytest.raises(RuntimeError, match="cannot count what the collective allgather_ sends"):
+                dist.all_gather([torch.ones(3) for _ in range(2)], torch.ones(3))
+        return True
+
+    assert run(2, law) == [True] * 2
+
+
 def test_the_bench_refuses_rows_that_train_unlike(tmp_path, monkeypatch):
     """A row whose first step is another one ends the bench, on every rank."""
     monkeypatch.setattr(train_gpt, "adjusted_lr", lambda lr, *_: lr)  # naive Muon's alone
@@ -4776,33 +4966,57 @@ def test_the_bench_refuses_rows_that_train_unlike(tmp_path, monkeypatch):
     (4, ["--replicate=2", "--tp=2"]), (4, ["--tp=2", "--ns=direct"]), (2, ["--optimizer=adamw"]),
     (2, ["--optimizer=naive"])])
 def test_verify_compares_the_layout_with_one_process(ranks, options, tmp_path):
-    """`--verify` finds every kind of tensor within 1e-10, and is an error when a gradient is off by a factor."""
+    """`--verify` finds every kind of tensor, of both families, within 1e-10."""
 
-    def law(rank, scale):
-        original = dmuon.clip_grad_norm_
-        if scale != 1:
-            def scaled(model, *args):
-                norm = original(model, *args)
-                [local(p.grad).mul_(scale) for p in dmuon.owned_params(model).values()]
-                return norm
-
-            dmuon.clip_grad_norm_ = scaled
-        train_gpt.main([*TINY, "--verify", "--dtype=float32", f"--out={tmp_path}", *options])
+    def law(rank):
+        train_gpt.main([*TINY, "--verify", f"--out={tmp_path}", *options])
         return [json.loads(line) for line in open(tmp_path / "verify.jsonl")]
 
-    found = run(ranks, law, 1)[0][0]["largest_differences"]
+    found = run(ranks, law)[0][0]["largest_differences"]
     kinds = {"gradient", "weight", "momentum_buffer"} if "--optimizer=adamw" not in options else set()
     assert {key.split()[1] for key in found if key.startswith("Muon")} >= kinds
     of_adamw = {key.split()[1] for key in found if key.startswith("AdamW")}
     assert of_adamw == {"gradient", "weight", "exp_avg", "exp_avg_sq"}
     assert all(value <= 1e-10 for value in found.values())
-    if ranks == 2 and "--zero=2" in options:
-        def fails(rank):
-            with pytest.raises(RuntimeError, match="this layout and one process differ by"):
-                law(rank, 1 + 1e-6)
-            return True
 
-        assert run(2, fails) == [True] * 2
+
+def scale_gradients(scale: float) -> None:
+    original = dmuon.clip_grad_norm_
+    dmuon.clip_grad_norm_ = lambda model, *args: (
+        original(model, *args), [local(p.grad).mul_(scale) for p in dmuon.owned_params(model).values()])[0]
+
+
+def spoil_gram() -> None:
+    original = ns.gram_factor
+    ns.gram_factor = lambda R, triples: original(R, triples) * (1 + 1e-6)
+
+
+def decay_by_the_adjusted_rate() -> None:
+    original = dmuon.adjusted_lr
+    dmuon.adjusted_lr = lambda lr, *how: original(lr, *how) * (1 + 1e-6)
+
+
+def lose_a_replica() -> None:
+    hooks.replicate_broadcasts = lambda params, mesh: []
+
+
+def forget_a_gradient() -> None:
+    original = train_gpt.whole
+    train_gpt.whole = lambda tensor: original(tensor) * (math.nan if tensor.shape == (256, 32) else 1)
+
+
+@pytest.mark.parametrize("spoil", [partial(scale_gradients, 1 + 1e-6), spoil_gram, decay_by_the_adjusted_rate,
+                                   lose_a_replica, forget_a_gradient])
+def test_verify_notices_what_is_wrong(spoil, tmp_path):
+    """A gradient, NS or a rate off by a millionth, a replica that hears of no step, a NaN: an error on every rank."""
+
+    def law(rank):
+        spoil()
+        with pytest.raises(RuntimeError, match="this layout and one process differ by"):
+            train_gpt.main([*TINY, "--verify", "--replicate=2", f"--out={tmp_path}"])
+        return True
+
+    assert run(4, law) == [True] * 4
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

@@ -193,13 +193,18 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
             raise UsageError(f"--bench_model {args.bench_model} --tp {args.tp}: expected four numbers, "
                              f"width,layers,T,B, or one of {', '.join(BENCH_MODELS)}, and tp 1")
         width, depth, seq_len, sequences = map(int, numbers.split(","))
-        model = dict(n_embd=width, depth=depth, n_head=max(1, width // 64), seq_len=seq_len,
-                     device_batch_size=sequences, total_batch_size=ranks * sequences * seq_len)
-        for name in model:
-            if getattr(args, name) != "auto":
-                raise UsageError(f"--{name} {getattr(args, name)}: --bench takes its model from --bench_model")
+        if width % 2:
+            raise UsageError(f"--bench_model {args.bench_model}: the width must be even")
+        heads = max(n for n in range(1, max(2, width // 64 + 1)) if width % (2 * n) == 0)
+        model = dict(n_embd=width, depth=depth, n_head=heads, seq_len=seq_len, device_batch_size=sequences,
+                     total_batch_size=ranks * sequences * seq_len)
+        for name in (*model, "optimizer", "zero"):
+            if getattr(args, name) not in ("auto", "muon", 3):
+                raise UsageError(f"--{name} {getattr(args, name)}: --bench has its own, and its model is --bench_model")
         _fill(args, **model)
     if args.verify:
+        if args.dtype not in ("auto", "float64"):
+            raise UsageError(f"--dtype {args.dtype}: --verify is in float64")
         args.dtype = "float64"
     if args.optimizer == "naive" and args.tp > 1:
         raise UsageError(f"--optimizer naive --tp {args.tp}: it knows no tensor parallelism; tp may be 1")
@@ -508,19 +513,26 @@ class NaiveMuon(torch.optim.Optimizer):
         super().__init__([{"params": matrices, "lr": args.muon_lr}], {})
         self.add_param_group({**self.adamw.param_groups[0], "lr": args.adamw_lr})
 
+    def direction(self, p: nn.Parameter) -> Tensor:
+        if p not in self.state:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - self.args.momentum)
+        return p.grad.lerp(momentum, self.args.momentum)
+
     @torch.no_grad()
     def step(self) -> None:
         muon, adamw = self.param_groups
-        for p in muon["params"]:
-            if p not in self.state:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - self.args.momentum)
-            gathered = whole(p.grad.lerp(momentum, self.args.momentum))  # (m, n) on every rank
-            update = orthogonalise([gathered], self.args.ns, dmuon.POLAR_EXPRESS_COEFFICIENTS)[0]
-            if isinstance(p, DTensor):
-                update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
-            adjusted = adjusted_lr(muon["lr"], self.args.adjust_lr_fn, *p.shape)
-            p.mul_(1 - muon["lr"] * self.args.weight_decay).add_(update, alpha=-adjusted)
+        # A matrix of the same shape without memory: that FSDP2 has cut them does not matter here
+        of_shape = {torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape): p for p in muon["params"]}
+        for batch in equal_shapes(of_shape):
+            batch = [of_shape[shape] for shape in batch]
+            gathered = [whole(self.direction(p)) for p in batch]  # (m, n) on every rank
+            updates = orthogonalise(gathered, self.args.ns, dmuon.POLAR_EXPRESS_COEFFICIENTS)
+            for p, update in zip(batch, updates):
+                if isinstance(p, DTensor):
+                    update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
+                adjusted = adjusted_lr(muon["lr"], self.args.adjust_lr_fn, *p.shape)
+                p.mul_(1 - muon["lr"] * self.args.weight_decay).add_(update, alpha=-adjusted)
         self.adamw.param_groups, self.adamw.state = [adamw], self.state
         self.adamw.step()
 
@@ -707,12 +719,16 @@ def verify(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log)
     """Three float64 steps of this layout, and of one process that has the whole model and batch, side by side.
 
     Every rank repeats the one process and compares what it holds: gradients (averaged, clipped), the optimizer's state,
-    weights. Prints the largest differences.
+    weights. The one process does Newton-Schulz by the other of the two ways, and there is weight decay, 0.1 if
+    `--weight_decay` does not say how much. Prints the largest differences.
 
     Raises:
         RuntimeError: on every rank; one is above 1e-10, or nobody has some tensor's gradient.
     """
-    plain_args = argparse.Namespace(**vars(args) | {"optimizer": "adamw" if args.optimizer == "adamw" else "naive"})
+    args.weight_decay = args.weight_decay or 0.1
+    other_way = {"ns": "gram" if args.ns == "direct" else "direct"}
+    other_way["optimizer"] = "adamw" if args.optimizer == "adamw" else "naive"
+    plain_args = argparse.Namespace(**vars(args) | other_way)
     model, plain = build(args, corpus.vocab_size), build(args, corpus.vocab_size)
     shard(model, mesh, args)
     optimizer, plain_optimizer = make_optimizer(model, args), make_optimizer(plain, plain_args)
@@ -755,8 +771,12 @@ class Meter(TorchDispatchMode):
     """Watches what a rank does: elements it sends, the most bytes in tensors at once, shapes of batched products.
 
     On a ring an element that must reach N ranks is sent N - 1 times: an all-gather, reduce-scatter, broadcast or reduce
-    of n elements costs a rank (N - 1) / N n, on average, and an all-reduce twice that.
+    of n elements costs a rank (N - 1) / N n, on average, and an all-reduce twice that. Raises RuntimeError for a
+    collective that it does not know.
     """
+
+    TIMES = {"broadcast_": 1, "reduce_": 1, "allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1,
+             "all_gather_into_tensor": 1}
 
     def __init__(self, held: list[Tensor]):
         super().__init__()
@@ -766,14 +786,15 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as operations on local tensors
-        result, name = function(*args, **kwargs or {}), function.__name__
+        result, name = function(*args, **kwargs or {}), function.__name__.split(".")[0]
         tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
         if function.namespace in ("c10d", "_c10d_functional") and not re.search("wait|wrap", name):
+            if name not in self.TIMES:
+                raise RuntimeError(f"--bench: cannot count what the collective {name} sends")
             group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-            ranks = args[1] if group is None else dist.ProcessGroup.unbox(group).size()
-            times = 2 if re.match("all_?reduce", name) else 1
-            self.sent += times * max(tensor.numel() for tensor in tensors) * (ranks - 1) / ranks
-        if name.startswith(("bmm", "baddbmm")):
+            ranks = args[1] if group is None else dist.ProcessGroup.unbox(group).size()  # args[1]: DTensor's all-gather
+            self.sent += self.TIMES[name] * max(tensor.numel() for tensor in tensors) * (ranks - 1) / ranks
+        if name in ("bmm", "baddbmm"):
             left, right = args[-2:]
             self.products.append((*left.shape, right.shape[-1], left.dtype))
         self.storages.update(tensor.untyped_storage() for tensor in tensors)
@@ -870,8 +891,7 @@ class BenchRow:
 
         All ranks run them at once, as in a step; the ratio is of processor time on a CPU, whose cores ranks may share.
         """
-        updates = [[torch.randn(p.shape, device=p.device, dtype=p.dtype) for p in same]
-                   for same in equal_shapes(self.matrices())]
+        updates = equal_shapes(torch.randn(p.shape, device=p.device, dtype=p.dtype) for p in self.matrices())
         run = lambda: [orthogonalise(same, self.args.ns, dmuon.POLAR_EXPRESS_COEFFICIENTS) for same in updates]
         with Meter([]) as meter:
             run()
@@ -918,7 +938,7 @@ def bench(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log) 
         row.step()
         weights = row.weights()
         first = firsts.setdefault(row.args.optimizer == "adamw", weights)
-        distances.append((weights - first).norm() / (first - start).norm())
+        distances.append((weights - first).norm() / (first - start).norm().clamp(min=1e-30))
     distance, = largest(torch.stack(distances).nan_to_num(math.inf).max(), device=args.device)
     if not distance < (0.1 if args.dtype == "bfloat16" else 0.01):
         raise RuntimeError(f"--bench: the rows' first steps differ by {distance:.1e} of the step")
@@ -1059,7 +1079,7 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: ar
     rates = [group["lr"] for group in optimizer.param_groups]
     report(model, corpus, args, log, done)  # a run that was killed may not have come to it
     bar = tqdm(total=args.steps, initial=done, disable=not (log.main and sys.stderr.isatty()), leave=False)
-    with profiler(args, done) as trace:
+    with profiler(args, log, done) as trace:
         for step in range(done + 1, args.steps + 1):
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * multiplier(args, step - 1)
@@ -1079,13 +1099,17 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: ar
         log.print("loss\n" + loss_curve(log.losses))
 
 
-def profiler(args: argparse.Namespace, done: int):
+def profiler(args: argparse.Namespace, log: Log, done: int):
     """torch.profiler on the fourth to sixth step of this run, if `--profile` asks for it."""
-    if not args.profile:
+    if not args.profile or done == args.steps:
         return nullcontext()
     if args.steps - done < 4:
-        raise UsageError(f"--profile {args.profile}: steps 4 to 6 are traced; this run has {args.steps - done}")
-    os.makedirs(args.profile, exist_ok=True)
+        log.print(f"--profile {args.profile}: nothing is traced; a run's steps 4 to 6 are, this one has "
+                  f"{args.steps - done}")
+    try:
+        os.makedirs(args.profile, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--profile {args.profile}: cannot write there: {error}") from error
     save = lambda trace: trace.export_chrome_trace(os.path.join(args.profile, f"rank{dist.get_rank()}.json"))
     return profile(schedule=schedule(wait=2, warmup=1, active=3, repeat=1), on_trace_ready=save)
 

@@ -4532,11 +4532,12 @@ REFUSED_OPTIONS = {
     "--replicate=2 --tp=4": "--tp 4 with 4 ranks: .*; tp may be 1, 2",
     "--tp=2 --total_batch_size=100": "multiple of ranks / tp x device_batch_size x seq_len = 2 x 1 x 128 = 256; near",
     "--muon_lr=inf": "--muon_lr: inf: must be float", "--n_embd=63": "--n_embd 63: must be even",
-    "--bench --bench_model=512,6,256": "--bench_model 512,6,256 --tp 1: expected four numbers, width,layers,T,B, or",
+    "--bench --bench_model=512,6,256": "--bench_model 512,6,256 --tp 1: expected four numbers, width,layers,T,B with",
     "--bench --bench_model=512,0,9,1": "expected four numbers", "--bench --bench_model=huge": "of toy, small, gpt2",
     "--bench --tp=2": "--bench_model small --tp 2: .* and tp 1", "--optimizer=naive --tp=2": "--optimizer naive --tp 2",
     "--bench --depth=8": "--depth 8: --bench has its own, and its model is --bench_model", "--bench --zero=2": "--zero",
-    "--bench --bench_model=65,1,8,1": "--bench_model 65,1,8,1: the width must be even",
+    "--bench --bench_model=65,1,8,1": "--bench_model 65,1,8,1 .*with an even width",
+    "--bench --bench_model=0,1,1,1": "--bench_model 0,1,1,1",
     "--verify --dtype=bfloat16": "--dtype bfloat16: --verify is in float64",
     "--bench --verify": "--bench, --verify and --profile: choose one",
     "--zero=1": "--zero: invalid choice", "--see=3": "unrecognized arguments: --see=3",
@@ -5049,6 +5050,22 @@ def test_a_trace_shows_what_hides_behind_what(prefetch, tmp_path, monkeypatch):
     assert found >= {"dmuon.newton_schulz 4x(32,32)", "dmuon.newton_schulz 1x(128,32)"}
 
 
+def test_a_profile_does_not_end_a_run_that_has_few_steps(tmp_path, capfd):
+    """It says that nothing is traced; a folder that cannot be made is refused by name."""
+    traces = tmp_path / "traces"
+    records = run(2, train_gpt_log, str(tmp_path), *TINY, f"--profile={traces}")[0]
+    assert len(losses_of(records)) == 3 and not traces.exists()
+    assert "nothing is traced; this run has less than four steps" in capfd.readouterr().out
+    traces.write_text("a file")
+
+    def law(rank):
+        with pytest.raises(train_gpt.UsageError, match="--profile .*traces: cannot write there: "):
+            train_gpt_log(rank, str(tmp_path), *TINY, "--steps=6", f"--profile={traces}")
+        return True
+
+    assert run(2, law) == [True] * 2
+
+
 def test_a_step_on_cuda_never_waits_for_the_device():
     """`Muon.step` and `clip_grad_norm_` queue their work: nothing in them synchronises the host."""
     if not torch.cuda.is_available():
@@ -5081,7 +5098,7 @@ def test_saving_without_numpy_is_refused_at_the_start(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- the repository
 
 SIZE_LIMITS = dict.fromkeys(("newton_schulz.py", "hooks.py", "hsdp.py"), 300)
-SIZE_LIMITS |= {"partition.py": 370, "dmuon.py": 460, "train_gpt.py": 860}
+SIZE_LIMITS |= {"partition.py": 370, "dmuon.py": 465, "train_gpt.py": 880}
 
 
 def code_lines(path: str) -> int:
@@ -5097,11 +5114,11 @@ def code_lines(path: str) -> int:
 
 
 def test_every_file_keeps_its_size_promise():
-    """Code lines: at most 300 in three concept files, 370, 460, 860 in the others, in all 2,560, as the README says."""
+    """Code lines: at most 300 in three concept files, 370, 465, 880 in the others, in all 2,580, as the README says."""
     here = os.path.dirname(os.path.abspath(__file__))
     readme = open(os.path.join(here, "README.md")).read()
     for name, limit in SIZE_LIMITS.items():
         path = os.path.join(here, name)
         assert code_lines(path) <= limit and f"| `{name}` | {code_lines(path)} |" in readme, (name, code_lines(path))
         assert all(len(line) <= 121 for line in open(path)), name
-    assert sum(code_lines(os.path.join(here, name)) for name in SIZE_LIMITS) <= 2560
+    assert sum(code_lines(os.path.join(here, name)) for name in SIZE_LIMITS) <= 2580

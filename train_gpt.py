@@ -72,6 +72,9 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  
 UNICODE_SHA256 = "b6f666dd7e364b61"  # of the default corpus on CPython 3.8 to 3.13
 TIMEOUT = timedelta(minutes=5)  # of a collective: a rank that hangs ends the run
 BENCH_MODELS = {"toy": "128,4,128,1", "small": "512,6,256,4", "gpt2": "768,12,1024,16"}  # width, layers, T, B a rank
+BENCH_HEAD = """\
+                            step     to  optim.      NS  NS to  elements that a rank sends    Muon    peak
+                              ms  AdamW      ms      ms     mm       counted       formula     MiB     MiB"""
 EVAL_WINDOWS = 128  # held-out sequences, evenly spaced; rounded up to a multiple of ranks x device_batch_size
 
 
@@ -184,28 +187,7 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
     args.why = "as asked" if args.device != "auto" else f"{gpus} CUDA devices for {local_ranks} local ranks"
     _fill(args, device="cuda" if gpus >= local_ranks else "cpu")
     cuda = args.device == "cuda"
-    if sum(map(bool, (args.bench, args.verify, args.profile))) > 1:
-        raise UsageError("--bench, --verify and --profile: choose one of them")
-    if args.bench:
-        _fill(args, bench_model="gpt2" if cuda else "small", steps=5)
-        numbers = BENCH_MODELS.get(args.bench_model, args.bench_model)
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", numbers) or args.tp > 1:
-            raise UsageError(f"--bench_model {args.bench_model} --tp {args.tp}: expected four numbers, "
-                             f"width,layers,T,B, or one of {', '.join(BENCH_MODELS)}, and tp 1")
-        width, depth, seq_len, sequences = map(int, numbers.split(","))
-        if width % 2:
-            raise UsageError(f"--bench_model {args.bench_model}: the width must be even")
-        heads = max(n for n in range(1, max(2, width // 64 + 1)) if width % (2 * n) == 0)
-        model = dict(n_embd=width, depth=depth, n_head=heads, seq_len=seq_len, device_batch_size=sequences,
-                     total_batch_size=ranks * sequences * seq_len)
-        for name in (*model, "optimizer", "zero"):
-            if getattr(args, name) not in ("auto", "muon", 3):
-                raise UsageError(f"--{name} {getattr(args, name)}: --bench has its own, and its model is --bench_model")
-        _fill(args, **model)
-    if args.verify:
-        if args.dtype not in ("auto", "float64"):
-            raise UsageError(f"--dtype {args.dtype}: --verify is in float64")
-        args.dtype = "float64"
+    _resolve_modes(args, ranks)
     if args.optimizer == "naive" and args.tp > 1:
         raise UsageError(f"--optimizer naive --tp {args.tp}: it knows no tensor parallelism; tp may be 1")
     _fill(args, dtype="bfloat16" if cuda else "float32", seq_len=1024 if cuda else 128, depth=12 if cuda else 4)
@@ -237,6 +219,30 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
     _fill(args, device_batch_size=max(b for b in range(1, min(32, sequences) + 1) if sequences % b == 0))
     args.micro_steps = sequences // args.device_batch_size
     return args
+
+
+def _resolve_modes(args: argparse.Namespace, ranks: int) -> None:
+    """What `--bench`, `--verify` and `--profile` choose themselves."""
+    if sum(map(bool, (args.bench, args.verify, args.profile))) > 1:
+        raise UsageError("--bench, --verify and --profile: choose one of them")
+    if args.bench:
+        _fill(args, bench_model="gpt2" if args.device == "cuda" else "small", steps=5)
+        numbers = BENCH_MODELS.get(args.bench_model, args.bench_model)
+        if not re.fullmatch(r"\d*[02468](,[1-9]\d*){3}", numbers) or numbers[0] == "0" or args.tp > 1:
+            raise UsageError(f"--bench_model {args.bench_model} --tp {args.tp}: expected four numbers, "
+                             f"width,layers,T,B with an even width, or one of {', '.join(BENCH_MODELS)}, and tp 1")
+        width, depth, seq_len, sequences = map(int, numbers.split(","))
+        heads = max(n for n in range(1, max(2, width // 64 + 1)) if width % (2 * n) == 0)
+        model = dict(n_embd=width, depth=depth, n_head=heads, seq_len=seq_len, device_batch_size=sequences,
+                     total_batch_size=ranks * sequences * seq_len)
+        for name in (*model, "optimizer", "zero"):
+            if getattr(args, name) not in ("auto", "muon", 3):  # what they are if nobody gave them
+                raise UsageError(f"--{name} {getattr(args, name)}: --bench has its own, and its model is --bench_model")
+        _fill(args, **model)
+    if args.verify:
+        if args.dtype not in ("auto", "float64"):
+            raise UsageError(f"--dtype {args.dtype}: --verify is in float64")
+        args.dtype = "float64"
 
 
 def _fill(args: argparse.Namespace, **values: int | str) -> None:
@@ -948,15 +954,12 @@ def bench(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log) 
         for row in rows:
             row.turn()
     hooks.PREFETCH = True
-    tokens = args.total_batch_size
     log.write(options=vars(args), torch=torch.__version__, mesh=mesh.shape, first_steps_differ_by=distance)
     log.print(f"bench  width {args.n_embd}, {args.depth} layers, {args.seq_len} tokens x {args.device_batch_size} "
-              f"sequences x {args.data_ranks} ranks = {tokens:,} tokens a step, replicate {args.replicate}\n"
+              f"sequences x {args.data_ranks} ranks = {args.total_batch_size:,} tokens a step, replicate "
+              f"{args.replicate}\n"
               f"run    {args.device}, {args.dtype}, {dist.get_backend()}, torch {torch.__version__}, medians of "
-              f"{args.steps} rounds; first steps differ by {distance:.0e}\n"
-              f"{'':24}{'step':>8}{'to':>7}{'optim.':>8}{'NS':>8}{'NS to':>7}{'elements that a rank sends':>28}"
-              f"{'Muon':>8}{'peak':>8}\n{'':24}{'ms':>8}{'AdamW':>7}{'ms':>8}{'ms':>8}{'mm':>7}{'counted':>14}"
-              f"{'formula':>14}{'MiB':>8}{'MiB':>8}")
+              f"{args.steps} rounds; first steps differ by {distance:.0e}\n{BENCH_HEAD}")
     base = {row.args.zero: row for row in rows if row.args.optimizer == "adamw"}
     for row, figure in zip(rows, figures):
         ratio = median(map(float.__truediv__, row.step_ms, base[row.args.zero].step_ms))
@@ -1101,11 +1104,10 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: ar
 
 def profiler(args: argparse.Namespace, log: Log, done: int):
     """torch.profiler on the fourth to sixth step of this run, if `--profile` asks for it."""
-    if not args.profile or done == args.steps:
+    if args.profile and args.steps - done < 4:
+        log.print(f"--profile {args.profile}: nothing is traced; this run has less than four steps")
+    if not args.profile or args.steps - done < 4:
         return nullcontext()
-    if args.steps - done < 4:
-        log.print(f"--profile {args.profile}: nothing is traced; a run's steps 4 to 6 are, this one has "
-                  f"{args.steps - done}")
     try:
         os.makedirs(args.profile, exist_ok=True)
     except OSError as error:

@@ -859,7 +859,7 @@ class BenchRow:
     def turn(self, steps: int = 2) -> None:
         """Some steps in a row; what they leave in flight ends within the time."""
         device = self.args.device
-        largest(0, device=device)
+        largest(0, device=device)  # all start together
         start = time.perf_counter()
         parts = [self.step() for _ in range(steps)]
         self.model.state_dict()  # lets replicate broadcasts arrive

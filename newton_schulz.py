@@ -67,7 +67,7 @@ POLAR_EXPRESS_COEFFICIENTS = tuple(
     )
 )
 
-BATCH_NUMEL = {"cpu": 2**18, "cuda": 2**27}  # elements; scratch is some times that, the same blocks batch by batch
+BATCH_NUMEL = {"cpu": 2**18, "cuda": 2**27}  # elements; scratch is a few times that, in the same blocks each time
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -121,10 +121,10 @@ def _exchange(held: dict[str, list[list[tuple]]], loads: list[int], num_shards: 
         for slots in held.values():
             give, take = slots[full], slots[other]
             moved = sum(cost for cost, _ in give) - sum(cost for cost, _ in take)
+            if not 0 < moved < loads[full] - loads[other]:
+                continue
             columns = [sum(map(len, slots[s % num_shards :: num_shards])) for s in (full, other)]
-            same_column = (full - other) % num_shards == 0
-            keeps_rule = same_column or len(give) - len(take) in (0, columns[0] - columns[1])
-            if 0 < moved < loads[full] - loads[other] and keeps_rule:
+            if (full - other) % num_shards == 0 or len(give) - len(take) in (0, columns[0] - columns[1]):
                 slots[full], slots[other] = take, give
                 loads[full] -= moved
                 loads[other] += moved
@@ -477,7 +477,7 @@ def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterat
 
     tokens: of a step, over all ranks. Tensor parallelism cuts the matrices (o and down along their columns, the others
     along their rows, a router not at all), and nothing else. Weights, gradients and momenta are float32, full matrices
-    bfloat16. Raises ValueError for a number below 1.
+    bfloat16. Raises ValueError for an unknown model, a number below 1, a tp that does not divide what it cuts.
     """
     for name, value in (("shard", shard), ("replicate", replicate), ("tp", tp), ("tokens", tokens)):
         if value < 1:

@@ -34,17 +34,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hooks import DedicatedModel
-from hsdp import DedicatedParam, Slot, SlotMesh, agree, check_call, checksums, local, mesh_device, replicate
-from hsdp import parameters_device, random_states, start_broadcast, synchronise, together, total_norm, union, wait
-from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr
-from newton_schulz import check_muon_options, equal_shapes, gram_newton_schulz, newton_schulz, orthogonalise
-from newton_schulz import sums_grams, tensor_parallel_mesh, tensor_parallel_norms
-from partition import assign_slots, check_sharded, check_untouched, choose_matrices, clean, describe, named_state
-from partition import ownership_map
+from hsdp import DedicatedParam, Slot, SlotMesh, agree, check_sharded, checksums, local, mesh_device, replicate
+from hsdp import start_broadcast, synchronise, tensor_parallel_mesh, together, union, wait
+from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, equal_shapes
+from newton_schulz import gram_newton_schulz, newton_schulz, orthogonalise, sums_grams, tensor_parallel_norms
+from partition import assign_slots, check_untouched, choose_matrices, clean, named_state, ownership_map, signature
 
 __all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "owned_params", "owners",
-           "ownership_table", "full_state_dict", "save_checkpoint", "load_checkpoint", "newton_schulz",
-           "gram_newton_schulz", "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS", "POLAR_EXPRESS_COEFFICIENTS"]
+           "ownership_table", "parameter_shapes", "grad_norms", "full_state_dict", "save_checkpoint", "load_checkpoint",
+           "newton_schulz", "gram_newton_schulz", "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS",
+           "POLAR_EXPRESS_COEFFICIENTS"]
 
 
 # ------------------------------------------------------------------------------------------ the FSDP2 patch
@@ -125,7 +124,7 @@ def dedicate_params(
             is tied across two, is sharded over two tensor-parallel dimensions or a mesh without names, or the ranks'
             models differ in names, shapes or owners, or on a tensor-parallel mesh in the values of what is no DTensor.
     """
-    check_call(model=model, mesh=mesh, replicate_mesh=replicate_mesh, reshard_after_forward=reshard_after_forward,
+    _check_call(model=model, mesh=mesh, replicate_mesh=replicate_mesh, reshard_after_forward=reshard_after_forward,
                 mp_policy=mp_policy)
     groups, device = {"shard": mesh.get_group(mesh.ndim - 1)}, mesh_device(mesh)
     if mesh.ndim == 2 or replicate_mesh is not None:
@@ -139,7 +138,7 @@ def dedicate_params(
         slots = assign_slots(matrices, *(group.size() for group in groups.values()))
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
         failure = error
-    texts = dict.fromkeys(groups, describe(model, slots))
+    texts = dict.fromkeys(groups, signature(model, slots))
     tp_group = {} if tp_mesh is None else {"tp": tp_mesh.get_group()}
     if tp_mesh is not None:
         texts["tp"] = f"{texts['shard']}\n{checksums(model.named_parameters())}"
@@ -156,6 +155,26 @@ def dedicate_params(
     _StateDicts(model, dedicated)
     replicate(dedicated.params.values(), slot_mesh)
     return owners(model)
+
+
+def _check_call(**given: object) -> None:
+    """What is wrong with the call itself, the same on every rank."""
+    kinds = {"model": nn.Module, "mesh": DeviceMesh, "reshard_after_forward": bool, "mp_policy": MixedPrecisionPolicy}
+    for name, kind in kinds.items():
+        if not isinstance(given[name], kind):
+            raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
+    mesh, replicate_mesh = given["mesh"], given["replicate_mesh"]
+    if mesh.ndim > (2 if replicate_mesh is None else 1):
+        raise ValueError(f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard "
+                         "gets, (shard,) or (replicate, shard), without tensor parallelism's; with replicate_mesh the "
+                         "1-D shard mesh")
+    if replicate_mesh is not None:
+        if not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1:
+            raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
+        common = {*mesh.mesh.tolist()} & {*replicate_mesh.mesh.tolist()}
+        if common != {dist.get_rank()}:
+            raise ValueError(f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this "
+                             "rank only")
 
 
 # --------------------------------------------------------------------------------- looking at a dedicated model
@@ -192,6 +211,17 @@ def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
     dedicated = _require_dedicated(model, "owned_params")
     dedicated.adopt()
     return {p.fqn: p.sharded for p in dedicated.params.values() if p.is_owner}
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """{FQN: shape of the whole parameter} of both families, in model order, equal on every rank.
+
+    `named_parameters` shows placeholders of 0 elements between steps; the number of parameters of the model is
+    `sum(shape.numel() for shape in parameter_shapes(model).values())`.
+    """
+    dedicated = _dedicated(model)
+    matrices = {p.resting: p.shape for p in dedicated.params.values()} if dedicated else {}
+    return {fqn: matrices.get(p, p.shape) for p, fqn in _names(model).items()}
 
 
 def ownership_table(model: nn.Module) -> str:
@@ -292,12 +322,11 @@ class Muon(torch.optim.Optimizer):
         self._muon_defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, eps=eps,
                                    adjust_lr_fn=adjust_lr_fn, ns_backend=ns_backend, ns_steps=ns_steps,
                                    ns_coefficients=ns_coefficients, ns_dtype=ns_dtype)
-        check_muon_options(self._muon_defaults)
+        _check_muon_options(self._muon_defaults)
         self._adamw = torch.optim.AdamW([{"params": []}], adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         matrices = [p for p in model.parameters() if hasattr(p, "_dedicated_owner_rank")]
         others = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
-        mesh = self._dedicated.mesh
-        check_sharded(others, mesh.tp_mesh, mesh.num_shards * mesh.num_replicas)
+        check_sharded(others, self._dedicated.mesh)
         groups = [{"params": matrices}, {"params": others}] if param_groups is None else param_groups
         super().__init__(groups, defaults={"lr": lr})
 
@@ -315,8 +344,12 @@ class Muon(torch.optim.Optimizer):
                 defaults = self._muon_defaults if family == "muon" else self._adamw.defaults
                 group = {**defaults, **param_group, "params": members, "family": family}
                 if family == "muon":
-                    check_muon_options(group)
+                    _check_muon_options(group)
                 super().add_param_group(group)
+
+    def __getstate__(self) -> None:
+        """For `copy.deepcopy` and pickle, which would part the optimizer from its model."""
+        raise RuntimeError("dmuon.Muon cannot be copied or pickled; its state_dict can, and save_checkpoint has it")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -344,8 +377,8 @@ class Muon(torch.optim.Optimizer):
             self._update(batch, group, norms.get(batch[0]))
         self._dedicated.start_replicate_broadcasts()
         # `load_state_dict` replaces both objects, so AdamW is pointed at them anew
-        self._adamw.param_groups = [split for group in self.param_groups if group["family"] == "adamw"
-                                    for split in _by_mesh(group)]
+        self._adamw.param_groups = [part for group in self.param_groups if group["family"] == "adamw"
+                                    for part in _by_mesh(group)]
         self._adamw.state = self.state
         self._adamw.step()
         self._dedicated.invalidate()
@@ -370,6 +403,21 @@ class Muon(torch.optim.Optimizer):
         for weight in weights:  # foreach on a CPU would round the factor to the weights' dtype
             weight.mul_(1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-adjusted)
+
+
+def _check_muon_options(options: dict) -> None:
+    """Raise ValueError or TypeError for what `Muon` documents, naming the option."""
+    for name in ("lr", "weight_decay", "eps"):
+        if not options[name] >= 0:
+            raise ValueError(f"Muon: {name} must be >= 0, not {options[name]}")
+    if not 0 <= options["momentum"] < 1:
+        raise ValueError(f"Muon: momentum must be in [0, 1), not {options['momentum']}")
+    iteration = (options[name] for name in ("ns_coefficients", "ns_steps", "eps", "ns_dtype"))
+    newton_schulz(torch.ones(1, 1), *iteration)  # here, on every rank: in a step only the owners would see a refusal
+    choices = {"adjust_lr_fn": (None, "original", "match_rms_adamw"), "ns_backend": ("gram", "direct")}
+    for name, known in choices.items():
+        if options[name] not in known:
+            raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")
 
 
 def _by_mesh(group: dict) -> list[dict]:
@@ -437,19 +485,44 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
 
     Raises:
         RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite.
+        ValueError: a norm_type that is not positive.
     """
-    dedicated = _require_dedicated(model, "clip_grad_norm_")
-    dedicated.settle()
-    norm_type = float(norm_type)
-    if norm_type == 0:
-        raise ValueError("clip_grad_norm_: norm_type is 0; expected 2.0, 1.0, infinity or another order")
-    with_gradient = [p for p in model.parameters() if p.grad is not None]
-    norm = total_norm(with_gradient, dedicated.mesh, norm_type)
+    norm = torch.linalg.vector_norm(torch.stack([*grad_norms(model, norm_type).values()]), float(norm_type))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
-    if with_gradient:
-        torch._foreach_mul_([local(p.grad) for p in with_gradient], (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm if any(p.dtype == torch.float64 for p in model.parameters()) else norm.float()
+    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+@torch.no_grad()
+def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
+    """{FQN: norm of the averaged gradient} of every parameter of both families, equal on every rank; for logs.
+
+    Args:
+        model: a model that went through `dedicate_params` and `fully_shard`; every rank calls this, after the backward.
+        norm_type: order of the norms: 2.0, 1.0, infinity or any other positive number.
+
+    Returns:
+        0-d tensors, float64 for a float64 model, else float32; 0 for a parameter without a gradient. `clip_grad_norm_`
+        scales by the norm of these norms.
+    """
+    dedicated, norm_type = _require_dedicated(model, "grad_norms"), float(norm_type)
+    dedicated.settle()
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; expected 2.0, 1.0, infinity or another positive order")
+    mesh, names = dedicated.mesh, _names(model)
+    norms = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
+    for i, p in enumerate(names):
+        if p.grad is not None and local(p.grad).numel() and mesh.counts(p):
+            norms[i] = torch.linalg.vector_norm(local(p.grad), norm_type, dtype=torch.float64)
+    for group in mesh.groups():
+        gathered = [torch.empty_like(norms) for _ in range(group.size())]
+        dist.all_gather(gathered, norms, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
+        norms = torch.linalg.vector_norm(torch.stack(gathered), norm_type, dim=0)
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in names) else torch.float32
+    return dict(zip(names.values(), norms.to(dtype)))
 
 
 # -------------------------------------------------------------------------------------------------- state dicts
@@ -576,7 +649,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
     """
     if step < 0 or keep is not None and keep < 1:
         raise ValueError(f"save_checkpoint: step {step}, keep {keep}; expected step >= 0, and keep >= 1 or None")
-    dcp, device, is_first = _checkpoint_library(), parameters_device(model), dist.get_rank() == 0
+    dcp, device, is_first = _checkpoint_library(), _parameters_device(model), dist.get_rank() == 0
     final = Path(folder) / f"step_{step:08d}"
     part, old = final.with_suffix(".part"), final.with_suffix(".old")
     try:
@@ -590,7 +663,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
             if is_first:
                 shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
                 part.mkdir(parents=True)
-        _call_dcp(dcp.save, state | {"rng": random_states(device)}, part)
+        _call_dcp(dcp.save, state | {"rng": _random_states(device)}, part)
         with together("save_checkpoint", device):
             if is_first:
                 _entries(part)  # on a disk that the ranks do not share the others' files are missing
@@ -627,7 +700,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         ValueError: on every rank and before anything is changed; the checkpoint is of another model or optimizer, ranks
             see different ones, or gradients of `no_sync` have not been reduced.
     """
-    dcp, device, dedicated = _checkpoint_library(), parameters_device(model), _dedicated(model)
+    dcp, device, dedicated = _checkpoint_library(), _parameters_device(model), _dedicated(model)
     with together("load_checkpoint", device) as said:
         _settle(model, dedicated)
         if dedicated and dedicated.waiting:
@@ -678,6 +751,24 @@ def _call_dcp(function: Callable, state: dict, folder: Path) -> None:
     except _checkpoint_library().CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
         raise RuntimeError(f"'{folder}': {reasons}") from error
+
+
+def _parameters_device(model: nn.Module) -> torch.device:
+    """Where the parameters are; ValueError if one is on the meta device still."""
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise ValueError(f"parameter '{name}' is on the meta device; call model.to_empty(device=...) first")
+    return p.device
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """{kind of device: (ranks, bytes)}, on the CPU."""
+    states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+    for name, own in states.items():
+        rows = [torch.empty_like(own, device=device) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, own.to(device))
+        states[name] = torch.stack(rows).cpu()
+    return states
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:

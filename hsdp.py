@@ -28,16 +28,18 @@ much into the replicate broadcast; over all ranks (R - 1) P elements travel in e
 the weights, once more while they are in flight, and its slot's share, on average P / (G R), of gradients and momenta.
 With R = 1 nothing is sent.
 
-`torchrun --nproc_per_node=4 hsdp.py` shows a 2 x 2 mesh, where the gradient of rank r is r everywhere:
+`torchrun --nproc_per_node=4 hsdp.py` shows a 2 x 2 mesh, and one matrix whose owner slot is (1, 1):
 
-  rank 1, slot (1, 0): stage one  0.5, gradient at the owner None, weight 7.0
-  rank 3, slot (1, 1): stage one  2.5, gradient at the owner  1.5, weight 7.0
+  rank  slot    of weight    gradient     1 stage one  2 stage two  after step   3 broadcast
+  1     (1, 0)  HOLDS        1.0          0.5          -            0.0          7.0
+  3     (1, 1)  OWNS         3.0          2.5          1.5          7.0          7.0
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -45,7 +47,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
@@ -80,12 +81,17 @@ class SlotMesh:
         # Never FSDP2's groups: two libraries do not agree on one order of collectives, see hooks.py
         self.broadcast_group = _own_group(shard_group, "dmuon_broadcast", device)
         self.reduce_group = _own_group(shard_group, "dmuon_reduce", device)
-        self.num_shards, self.num_replicas, replicate = shard_group.size(), 1, 0
+        self.num_shards, self.num_replicas, row = shard_group.size(), 1, 0
         if replicate_group is not None:
             self.replicate_group = _own_group(replicate_group, "dmuon_replicate", device)
-            self.num_replicas, replicate = replicate_group.size(), replicate_group.rank()
-        self.slot: Slot = (shard_group.rank(), replicate)
+            self.num_replicas, row = replicate_group.size(), replicate_group.rank()
+        self.slot: Slot = (shard_group.rank(), row)
         self.device, self.tp_mesh = device, tp_mesh
+
+    def __reduce__(self) -> None:
+        """For `copy.deepcopy` and pickle, of the model too, which has this object in its hooks."""
+        raise RuntimeError("a dedicated model cannot be copied or pickled, like one that FSDP2 shards: build another "
+                           "one and load dmuon.full_state_dict(model) into it, or use dmuon.save_checkpoint")
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Of every dimension of more than one rank, for what all compute together between backward and step."""
@@ -289,27 +295,66 @@ def replicate(params: Iterable, mesh: SlotMesh) -> None:
             broadcast.finish()
 
 
+# ------------------------------------------------------------------------------------------ the meshes of a model
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in the mesh, as FSDP2 takes it."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of a model's DTensors: before `fully_shard` they are those of tensor parallelism.
+
+    Args:
+        parameters: (FQN, parameter) pairs.
+        data_meshes: the data-parallel meshes; their dimensions are not tensor-parallel ones.
+
+    Raises:
+        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two dimensions, or is another
+            one than that of the parameters before it.
+    """
+    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
+    found = None
+    for fqn, parameter in parameters:
+        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
+            continue
+        names = parameter.device_mesh.mesh_dim_names
+        if not names or not data_names:
+            which = "data-parallel" if names else "tensor-parallel"
+            problem = f"but the {which} mesh has no names; pass slices of one init_device_mesh(..., mesh_dim_names=...)"
+        elif data_names & {*names}:
+            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
+        elif len(names) > 1 or found is not None:
+            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
+        else:
+            found = parameter.device_mesh
+            continue
+        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over {names or 'a mesh'}, {problem}")
+    return found
+
+
+def check_sharded(parameters: list[nn.Parameter], mesh: SlotMesh) -> None:
+    """Raise ValueError unless FSDP2 averages these gradients over as many ranks as DMuon does its own.
+
+    See [Note: Newton-Schulz hides a wrong divisor].
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    sharded = [p for p in trained if hasattr(p, "device_mesh") and p.device_mesh != mesh.tp_mesh]
+    ranks = mesh.num_shards * mesh.num_replicas
+    if ranks > 1 and trained and not sharded:
+        raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
+    tp_names = mesh.tp_mesh.mesh_dim_names if mesh.tp_mesh is not None else ()
+    for p in sharded:
+        sizes = zip(p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim, p.device_mesh.shape)
+        if math.prod(size for name, size in sizes if name not in tp_names) != ranks:
+            raise ValueError(f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over {p.device_mesh}, "
+                             f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
+
+
 # ------------------------------------------------------------------------------------------ what all ranks agree on
-
-
-def check_call(**given: object) -> None:
-    """What is wrong with the call itself, the same on every rank."""
-    kinds = {"model": nn.Module, "mesh": DeviceMesh, "reshard_after_forward": bool, "mp_policy": MixedPrecisionPolicy}
-    for name, kind in kinds.items():
-        if not isinstance(given[name], kind):
-            raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
-    mesh, replicate_mesh = given["mesh"], given["replicate_mesh"]
-    if mesh.ndim > (2 if replicate_mesh is None else 1):
-        raise ValueError(f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard "
-                         "gets, (shard,) or (replicate, shard), without tensor parallelism's; with replicate_mesh the "
-                         "1-D shard mesh")
-    if replicate_mesh is not None:
-        if not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1:
-            raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
-        common = {*mesh.mesh.tolist()} & {*replicate_mesh.mesh.tolist()}
-        if common != {dist.get_rank()}:
-            raise ValueError(f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this "
-                             "rank only")
 
 
 def agree(caller: str, texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: torch.device,
@@ -392,16 +437,6 @@ def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup], devi
             local(tensor).copy_(data)
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """{kind of device: (ranks, bytes)}, on the CPU."""
-    states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
-    for name, own in states.items():
-        rows = [torch.empty_like(own, device=device) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, own.to(device))
-        states[name] = torch.stack(rows).cpu()
-    return states
-
-
 def checksums(named: Iterable[tuple[str, Tensor]]) -> str:
     """A line for each tensor that every rank of a tensor-parallel mesh should hold alike: one that is no DTensor."""
     lines = []
@@ -412,33 +447,7 @@ def checksums(named: Iterable[tuple[str, Tensor]]) -> str:
     return "\n".join(lines)
 
 
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """This rank's device in the mesh, as FSDP2 takes it."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def parameters_device(model: nn.Module) -> torch.device:
-    """Where the parameters are; ValueError if one is on the meta device still."""
-    for name, p in model.named_parameters():
-        if p.is_meta:
-            raise ValueError(f"parameter '{name}' is on the meta device; call model.to_empty(device=...) first")
-    return p.device
-
-
 # ------------------------------------------------------------------------------------------ small pieces
-
-
-def total_norm(params: list[nn.Parameter], mesh: SlotMesh, norm_type: float) -> Tensor:
-    """Of all gradients of the model, every part of it counted once: a 0-d float64, the same on every rank."""
-    gradients = [local(p.grad) for p in params if local(p.grad).numel() and mesh.counts(p)]
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(mesh.device, torch.float64)
-    for group in mesh.groups():
-        norms = [torch.empty_like(norm) for _ in range(group.size())]
-        dist.all_gather(norms, norm, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
-        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return norm
 
 
 def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> list[dist.Work]:
@@ -498,21 +507,27 @@ def _demonstrate() -> None:
     rows = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     mesh, rank = SlotMesh(torch.device("cpu"), *map(rows.get_group, ("shard", "replicate"))), dist.get_rank()
     p = DedicatedParam("up_proj", [(nn.Linear(3, 2, bias=False), "weight")], (1, 1), mesh)
+    p.sharded.data.zero_()
     p.full = nn.Parameter(torch.zeros(2, 3))
     p.full.grad = torch.full((2, 3), float(rank))
     reduce = TwoStageReduce([p], torch.float32, mesh)
     wait(reduce.stage_one, "stage one")
-    stage_one = reduce.flat[0].item()
+    stage_one = reduce.flat[0].item() if p.in_column else None
     reduce.finish()
     if p.is_owner:
         p.sharded.data.fill_(7)  # what a step would do
-    gradient = None if p.sharded.grad is None else p.sharded.grad[0, 0].item()
+    held = ["OWNS" if p.is_owner else "HOLDS" if p.in_column else "nothing", float(rank), stage_one]
+    held += [p.sharded.grad[0, 0].item() if p.is_owner else None, p.sharded[0, 0].item() if p.in_column else None]
     replicate([p], mesh)
-    if p.in_column:
-        print(f"rank {rank}, slot {mesh.slot}: stage one {stage_one:4}, gradient at the owner {gradient!s:>4}, "
-              f"weight {p.sharded[0, 0].item()}")
-        assert stage_one == {0: 0.5, 1: 2.5}[mesh.slot[1]] and (p.sharded == 7).all()
-    assert gradient == (1.5 if p.is_owner else None)
+    held += [p.sharded[0, 0].item() if p.in_column else None]
+    assert held[2:] == {0: [None] * 4, 1: [0.5, None, 0.0, 7.0], 2: [None] * 4, 3: [2.5, 1.5, 7.0, 7.0]}[rank]
+    line = f"{rank}     {mesh.slot}  " + "".join(f"{'-' if what is None else what:<13}" for what in held)
+    lines = gather_texts(line.rstrip(), dist.group.WORLD, mesh.device)
+    if rank == 0:
+        print("A 2 x 2 mesh and one matrix, whose owner slot is (1, 1). The gradient of rank r is r; the weight is 0, and")
+        print("the owner's step makes it 7. What each rank has of the weight, of the gradient, and of the weight again:")
+        print("rank  slot    of weight    gradient     1 stage one  2 stage two  after step   3 broadcast")
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

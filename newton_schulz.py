@@ -41,7 +41,6 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.profiler import record_function
 
@@ -111,37 +110,6 @@ def gram_newton_schulz(
 
 
 # ------------------------------------------------------------------------------------------ tensor parallelism
-
-
-def tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh of a model's DTensors: before `fully_shard` they are those of tensor parallelism.
-
-    Args:
-        parameters: (FQN, parameter) pairs.
-        data_meshes: the data-parallel meshes; their dimensions are not tensor-parallel ones.
-
-    Raises:
-        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two dimensions, or is another
-            one than that of the parameters before it.
-    """
-    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
-    found = None
-    for fqn, parameter in parameters:
-        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
-            continue
-        names = parameter.device_mesh.mesh_dim_names
-        if not names or not data_names:
-            which = "data-parallel" if names else "tensor-parallel"
-            problem = f"but the {which} mesh has no names; pass slices of one init_device_mesh(..., mesh_dim_names=...)"
-        elif data_names & {*names}:
-            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
-        elif len(names) > 1 or found is not None:
-            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
-        else:
-            found = parameter.device_mesh
-            continue
-        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over {names or 'a mesh'}, {problem}")
-    return found
 
 
 def sharded_dim(G: Tensor) -> int | None:
@@ -250,21 +218,6 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, m: int, n: int) -> float:
     if adjust_lr_fn == "match_rms_adamw":
         return lr * 0.2 * math.sqrt(max(m, n))
     return lr * math.sqrt(max(1, m / n))
-
-
-def check_muon_options(options: dict) -> None:
-    """Raise ValueError or TypeError for what `dmuon.Muon` documents, naming the option."""
-    for name in ("lr", "weight_decay", "eps"):
-        if not options[name] >= 0:
-            raise ValueError(f"Muon: {name} must be >= 0, not {options[name]}")
-    if not 0 <= options["momentum"] < 1:
-        raise ValueError(f"Muon: momentum must be in [0, 1), not {options['momentum']}")
-    iteration = (options[name] for name in ("ns_coefficients", "ns_steps", "eps", "ns_dtype"))
-    newton_schulz(torch.ones(1, 1), *iteration)  # here, on every rank: in a step only the owners would see a refusal
-    choices = {"adjust_lr_fn": (None, "original", "match_rms_adamw"), "ns_backend": ("gram", "direct")}
-    for name, known in choices.items():
-        if options[name] not in known:
-            raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")
 
 
 # ------------------------------------------------------------------------------------------ the two iterations

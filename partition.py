@@ -53,7 +53,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # planning needs no torch, and choosing goes by names and shapes, too
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 UNIT_NUMEL = 65536  # elements; below it a broadcast costs its latency, so small matrices of a layer share one message
 
@@ -357,7 +356,7 @@ def named_state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
                 yield f"{path}.{name}".lstrip("."), holder, name, tensor
 
 
-def describe(model: nn.Module, slots: dict[str, tuple[int, int]]) -> str:
+def signature(model: nn.Module, slots: dict[str, tuple[int, int]]) -> str:
     """One line a tensor of the model, with its owner if it has one: what all ranks must agree on."""
     lines = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -383,20 +382,6 @@ def check_untouched(model: nn.Module) -> None:
         if _is_a(module, "FSDPModule"):
             raise ValueError(f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call "
                              "dedicate_params before fully_shard")
-
-
-def check_sharded(parameters: list[nn.Parameter], tp_mesh: DeviceMesh | None, ranks: int) -> None:
-    """Raise ValueError unless FSDP2 averages these gradients over that many ranks: they would drift in silence."""
-    trained = [p for p in parameters if p.requires_grad]
-    sharded = [p for p in trained if hasattr(p, "device_mesh") and p.device_mesh != tp_mesh]
-    if ranks > 1 and trained and not sharded:
-        raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
-    tp_names = tp_mesh.mesh_dim_names if tp_mesh is not None else ()
-    for p in sharded:
-        sizes = zip(p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim, p.device_mesh.shape)
-        if prod(size for name, size in sizes if name not in tp_names) != ranks:
-            raise ValueError(f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over {p.device_mesh}, "
-                             f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
 
 
 # ------------------------------------------------------------------------------------------ the planner

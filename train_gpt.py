@@ -591,12 +591,12 @@ class Log:
     def __init__(self, args: argparse.Namespace):
         name = "bench.jsonl" if args.bench else "verify.jsonl" if args.verify else "log.jsonl"
         self.main, self.device = dist.get_rank() == 0, torch.device(args.device)
-        self.started, self.first, self.losses, self.file = time.perf_counter(), 0, [], None
+        self.started, self.first, self.losses, self.path = time.perf_counter(), 0, [], Path(args.out, name)
         try:
             with together(name, self.device):
                 if self.main:
                     os.makedirs(args.out, exist_ok=True)
-                    self.file = open(os.path.join(args.out, name), "a+")
+                    open(self.path, "a").close()
         except (OSError, ValueError) as error:
             raise UsageError(f"--out {args.out}: cannot write {name} there: {error}") from error
 
@@ -604,16 +604,14 @@ class Log:
         """Keep this run's records of steps that are done, of another none; a killed run may have torn the last line."""
         self.started, self.first = time.perf_counter(), step
         with together("log.jsonl", self.device):
-            if self.file:
-                self.file.seek(0)
-                found = [json.loads(line) for line in self.file if line.endswith("\n") and step and keep]
+            if self.main:
+                lines = self.path.read_text().splitlines(keepends=True) if step and keep else []
+                found = [json.loads(line) for line in lines if line.endswith("\n")]
                 kept = [r for r in found if r.get("step", 0) < step + ("loss" in r)]  # an evaluation comes again
                 self.losses = [r["loss"] for r in kept if "loss" in r]
-                self.file.close()
-                beside = Path(self.file.name + ".part")  # a run that is killed here has the old log
+                beside = self.path.with_suffix(".part")  # a run that is killed here has the old log
                 beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-                beside.replace(self.file.name)
-                self.file = open(self.file.name, "a")
+                beside.replace(self.path)
 
     def print(self, text: str) -> None:
         if self.main:
@@ -621,9 +619,9 @@ class Log:
             sys.stdout.flush()
 
     def write(self, **values) -> None:
-        if self.file:
-            self.file.write(json.dumps(values) + "\n")
-            self.file.flush()
+        if self.main:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(values) + "\n")
 
     def step(self, args: argparse.Namespace, step: int, loss: float, norm: float, lr: float, ms: dict) -> None:
         """A record for every step, a line for the first, every `log_every`-th and the last."""
@@ -1141,8 +1139,6 @@ def main(argv: list[str] | None = None) -> None:
     log.write(options=vars(args), torch=torch.__version__, python=sys.version.split()[0], mesh=mesh.shape,
               data_sha256=corpus.sha256, source_sha256=hashlib.sha256(sources).hexdigest()[:16])
     train(model, optimizer, corpus, args, log, done)
-    if log.file:
-        log.file.close()
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def _patch_fsdp() -> None:
         if "_get_managed_states" not in _fsdp_init._get_modules_and_states.__code__.co_names:
             raise AttributeError("_get_modules_and_states no longer calls _get_managed_states")
     except (ImportError, AttributeError) as error:
-        raise ImportError(f"dmuon cannot patch FSDP2 of torch {torch.__version__} ({error}). Use torch 2.13, or "
-                          "collect the parameters that have '_dedicated_owner_rank' and pass them to every "
+        raise ImportError(f"dmuon cannot patch FSDP2 of torch {torch.__version__} ({error}). Use torch 2.13 or 2.14, "
+                          "or collect the parameters that have '_dedicated_owner_rank' and pass them to every "
                           "fully_shard(..., ignored_params=...)") from error
     if hasattr(original, "_dmuon"):
         return

@@ -30,9 +30,9 @@ With R = 1 nothing is sent.
 
 `torchrun --nproc_per_node=4 hsdp.py` shows a 2 x 2 mesh, and one matrix whose owner slot is (1, 1):
 
-  rank  slot    of weight    gradient     1 stage one  2 stage two  after step   3 broadcast
-  1     (1, 0)  HOLDS        1.0          0.5          -            0.0          7.0
-  3     (1, 1)  OWNS         3.0          2.5          1.5          7.0          7.0
+  rank  slot    gradient     1 stage one  2 stage two  after step   3 broadcast
+  1     (1, 0)  1.0          0.5          -            0.0          7.0
+  3     (1, 1)  3.0          2.5          1.5          7.0          7.0
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ class DedicatedParam:
     """One matrix with one owner: the two parameter objects that stand for it, and the modules that hold it.
 
     `sharded` is what modules and optimizers hold between steps: in the owner's shard column the whole matrix in the
-    parameter's own dtype (owned data), elsewhere a placeholder without elements. `full` is a view of the packed buffer,
-    on every rank. With tensor parallelism (TP) all of this is about this TP rank's shard, and both are DTensors.
+    parameter's own dtype (owned data), elsewhere a placeholder without elements. Its attribute `_dedicated_owner_rank`,
+    by which FSDP2's patch and the optimizer know it, is the owner's slot. `full` is a view of the packed buffer, on
+    every rank. With tensor parallelism (TP) all of this is about this TP rank's shard, and both are DTensors.
 
     Args:
         fqn: fully qualified name, as in `model.named_parameters()`, without wrapper prefixes.
@@ -506,28 +507,25 @@ def _demonstrate() -> None:
     """One matrix with owner slot (1, 1) on a 2 x 2 mesh: both reduces of a gradient, and the broadcast of a weight."""
     rows = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     mesh, rank = SlotMesh(torch.device("cpu"), *map(rows.get_group, ("shard", "replicate"))), dist.get_rank()
-    p = DedicatedParam("up_proj", [(nn.Linear(3, 2, bias=False), "weight")], (1, 1), mesh)
-    p.sharded.data.zero_()
+    p = DedicatedParam("up_proj", [(nn.ParameterDict({"weight": torch.zeros(2, 3)}), "weight")], (1, 1), mesh)
     p.full = nn.Parameter(torch.zeros(2, 3))
     p.full.grad = torch.full((2, 3), float(rank))
     reduce = TwoStageReduce([p], torch.float32, mesh)
     wait(reduce.stage_one, "stage one")
-    stage_one = reduce.flat[0].item() if p.in_column else None
+    held = [float(rank), reduce.flat[0].item() if p.in_column else "-"]
     reduce.finish()
+    held += [p.sharded.grad[0, 0].item() if p.is_owner else "-"]
     if p.is_owner:
         p.sharded.data.fill_(7)  # what a step would do
-    held = ["OWNS" if p.is_owner else "HOLDS" if p.in_column else "nothing", float(rank), stage_one]
-    held += [p.sharded.grad[0, 0].item() if p.is_owner else None, p.sharded[0, 0].item() if p.in_column else None]
+    held += p.sharded.flatten()[:1].tolist()  # a placeholder has none
     replicate([p], mesh)
-    held += [p.sharded[0, 0].item() if p.in_column else None]
-    assert held[2:] == {0: [None] * 4, 1: [0.5, None, 0.0, 7.0], 2: [None] * 4, 3: [2.5, 1.5, 7.0, 7.0]}[rank]
-    line = f"{rank}     {mesh.slot}  " + "".join(f"{'-' if what is None else what:<13}" for what in held)
-    lines = gather_texts(line.rstrip(), dist.group.WORLD, mesh.device)
+    held += p.sharded.flatten()[:1].tolist()
+    assert held == {1: [1.0, 0.5, "-", 0.0, 7.0], 3: [3.0, 2.5, 1.5, 7.0, 7.0]}.get(rank, [rank, "-", "-"]), held
+    line = f"{rank}     {mesh.slot}  " + "".join(f"{what:<13}" for what in held)
+    table = [line.rstrip() for line in gather_texts(line, dist.group.WORLD, mesh.device)]
     if rank == 0:
-        print("A 2 x 2 mesh and one matrix, whose owner slot is (1, 1). The gradient of rank r is r; the weight is 0, and")
-        print("the owner's step makes it 7. What each rank has of the weight, of the gradient, and of the weight again:")
-        print("rank  slot    of weight    gradient     1 stage one  2 stage two  after step   3 broadcast")
-        print("\n".join(lines))
+        print("A matrix of zeros, owner slot (1, 1), on a 2 x 2 mesh; the gradient of rank r is r, a step writes 7:")
+        print("rank  slot    gradient     1 stage one  2 stage two  after step   3 broadcast", *table, sep="\n")
 
 
 if __name__ == "__main__":

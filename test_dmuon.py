@@ -5262,20 +5262,25 @@ DEMONSTRATIONS = {"newton_schulz.py": 1, "partition.py": 1, "hooks.py": 4, "hsdp
 
 
 @pytest.mark.parametrize("name", DEMONSTRATIONS)
-def test_a_demonstration_prints_what_its_docstring_shows(name):
-    """What a concept file's docstring shows is printed, but for rounding; at most 30 lines, and nothing on stderr."""
-    command = [sys.executable, name]
-    if DEMONSTRATIONS[name] > 1:
+def test_a_demonstration_prints_what_its_docstring_shows(name, tmp_path):
+    """What a concept file's docstring shows is printed, but for rounding; at most 30 lines, and nothing on stderr.
+
+    newton_schulz.py and partition.py run alone in a folder: they can be lifted as they are.
+    """
+    command, folder = [sys.executable, name], HERE
+    if DEMONSTRATIONS[name] == 1:
+        folder = shutil.copy(HERE / name, tmp_path) and tmp_path
+    else:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={DEMONSTRATIONS[name]}"]
     environment = {**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert done.returncode == 0 and not done.stderr, done.stderr
     documentation = ast.get_docstring(ast.parse((HERE / name).read_text()))
     shown = [line.strip() for line in documentation.split(name)[-1].splitlines()[1:] if line.strip()]
     rounded = lambda line: re.sub(r"\de-\d\d", "#", line.strip())
     output = [rounded(line) for line in done.stdout.splitlines()]
     assert len(shown) >= 3 and [line for line in shown if rounded(line) not in output] == []
-    assert 7 <= len(output) <= 30 and max(map(len, output)) <= 120
+    assert 6 <= len(output) <= 30 and max(map(len, output)) <= 120
 
 
 def test_importing_dmuon_brings_nothing_else():

@@ -5243,7 +5243,7 @@ def test_saving_without_numpy_is_refused_at_the_start(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- the repository
 
 SIZE_LIMITS = dict.fromkeys(("newton_schulz.py", "hooks.py", "hsdp.py"), 300)
-SIZE_LIMITS |= {"partition.py": 370, "dmuon.py": 465, "train_gpt.py": 880}
+SIZE_LIMITS |= {"partition.py": 360, "dmuon.py": 520, "train_gpt.py": 880}
 
 
 def code_lines(path: Path) -> int:
@@ -5393,9 +5393,9 @@ def test_the_readmes_plans_are_what_the_planner_prints():
 
 
 def test_every_file_keeps_its_size_promise():
-    """Code lines: at most 300 in three concept files, 370, 465, 880 in the others, in all 2,580, as the README says."""
+    """Code lines: at most 300 in three concept files, 360, 520, 880 in the others, in all 2,590, as the README says."""
     for name, limit in SIZE_LIMITS.items():
         lines = code_lines(HERE / name)
         assert lines <= limit and f"| `{name}` | {lines} |" in README, (name, lines)
         assert all(len(line) <= 120 for line in (HERE / name).read_text().splitlines()), name
-    assert sum(code_lines(HERE / name) for name in SIZE_LIMITS) <= 2580
+    assert sum(code_lines(HERE / name) for name in SIZE_LIMITS) <= 2590

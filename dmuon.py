@@ -9,9 +9,10 @@ Before this file: newton_schulz.py, partition.py, hooks.py, hsdp.py. After it: t
     optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=3e-3)  # a torch.optim.Optimizer for both families
 
 The training loop does not change. Between steps `model.parameters()` holds, for a dedicated matrix, the whole matrix
-on its owner and an empty placeholder elsewhere; `owned_params(model)` names what this rank owns, and `unshard(module)`
-shows whole matrices on every rank. Beside the three calls there are `no_sync` and `clip_grad_norm_` for the loop, and
-state dicts and checkpoints that know names and no ranks: `full_state_dict`, `save_checkpoint`, `load_checkpoint`.
+on its owner (and the owner's replicate peers) and an empty placeholder elsewhere; `owned_params(model)` names what this
+rank owns, `parameter_shapes(model)` the true shapes, and `unshard(module)` shows whole matrices on every rank. For the
+loop there are `no_sync`, `clip_grad_norm_` and `grad_norms`, beside it state dicts and checkpoints that know names and
+no ranks: `full_state_dict`, `save_checkpoint`, `load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from hsdp import start_broadcast, synchronise, tensor_parallel_mesh, together, u
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, equal_shapes
 from newton_schulz import gram_newton_schulz, newton_schulz, orthogonalise, sums_grams, tensor_parallel_norms
 from partition import assign_slots, check_untouched, choose_matrices, clean, named_state, ownership_map, signature
+from partition import slot_number
 
 __all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "owned_params", "owners",
            "ownership_table", "parameter_shapes", "grad_norms", "full_state_dict", "save_checkpoint", "load_checkpoint",
@@ -53,7 +55,7 @@ def _patch_fsdp() -> None:
     """Make FSDP2 ignore dedicated parameters, as if each `fully_shard` call named them in `ignored_params`.
 
     Private, because `ignored_params` would have to be passed to every call, and a call that forgets it shards an
-    owner's matrix. `_get_managed_states` is the one place that every version of `fully_shard` collects parameters in.
+    owner's matrix. `_get_managed_states` is where `fully_shard` of torch 2.13 and 2.14 collects parameters.
     """
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -70,8 +72,8 @@ def _patch_fsdp() -> None:
 
     @wraps(original)
     def get_managed_states(modules, ignored_params=None):
-        for dedicated in {module._dmuon for module in modules if hasattr(module, "_dmuon")}:
-            dedicated.adopt()  # since `dedicate_params` a conversion may have replaced a parameter, or its mark
+        for record in {module._dmuon for module in modules if hasattr(module, "_dmuon")}:
+            record.adopt()  # since `dedicate_params` a conversion may have replaced a parameter, or its mark
         params = (p for module in modules for p in module.parameters(recurse=False))
         dedicated = {p for p in params if hasattr(p, "_dedicated_owner_rank")}
         return original(modules, dedicated | (ignored_params or set()))
@@ -230,7 +232,7 @@ def ownership_table(model: nn.Module) -> str:
     shapes = {fqn: tuple(p.shape) for fqn, p in dedicated.params.items()}
     layers = {p.fqn: clean(boundary.name) for boundary in dedicated.boundaries for p in boundary.params}
     shards, replicas = dedicated.mesh.num_shards, dedicated.mesh.num_replicas
-    slots = {fqn: p.slot[0] + shards * p.slot[1] for fqn, p in dedicated.params.items()}
+    slots = {fqn: slot_number(p.slot, shards) for fqn, p in dedicated.params.items()}
     return ownership_map(shapes, layers, slots, shards * replicas, num_replicas=replicas)
 
 
@@ -294,7 +296,7 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: one triple (a, b, c) or one per iteration.
         ns_dtype: dtype of the iteration; None: float64 for float64 weights, float32 on CPU, float16 on CUDA. Summed
             Gram matrices are float32 at least.
-        eps: smallest norm that a gradient is divided by.
+        eps: smallest norm that Newton-Schulz divides by; what has a smaller one gets a smaller update.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: passed to `torch.optim.AdamW`.
         param_groups: groups in torch's form, {"params": [...], option: value}; a group with both families is split.
             None: one group for each family.
@@ -369,7 +371,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(self._momenta(batch), [p.grad for p in batch], 1 - group["momentum"])
         cut = [(batch, group) for batch, group in owned if sums_grams(batch[0])]
         norms = {}
-        if cut:  # the same matrices on all ranks of the tensor-parallel mesh
+        if cut:  # on all ranks of the tensor-parallel mesh alike; `_update` makes directions anew, so that none is kept
             tp_group = self._dedicated.mesh.tp_mesh.get_group()
             directions = (self._directions(batch, group)[0] for batch, group in cut)
             norms = dict(zip((batch[0] for batch, _ in cut), tensor_parallel_norms(directions, tp_group)))
@@ -491,7 +493,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    if gradients:
+    if gradients:  # torch's clip_grads_with_norm_ takes no DTensors beside tensors
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -528,7 +530,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
 # -------------------------------------------------------------------------------------------------- state dicts
 
 
-def _settle(model: nn.Module, dedicated: DedicatedModel | None) -> None:
+def _to_rest(model: nn.Module, dedicated: DedicatedModel | None) -> None:
     """The modules hold what they hold between steps, also after a backward that raised, or, in FSDP2, after an eval."""
     if dedicated:
         dedicated.settle()
@@ -570,7 +572,7 @@ class _StateDicts:
         """At the outermost module: give every entry the name and the form that torch's own loading expects there."""
         if prefix and module is not self.model:
             return
-        _settle(self.model, self.dedicated)
+        _to_rest(self.model, self.dedicated)
         self.outermost, given, wrong = module, {clean(key): key for key in state_dict}, []
         for full_name, holder, name, tensor in named_state(module, prefix.rstrip(".")):
             key = full_name.replace("_checkpoint_wrapped_module.", "")  # whose own hook puts it in again
@@ -610,7 +612,7 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool
         rank0_only: ranks other than global rank 0 get an empty dict.
     """
     dedicated, state = _require_dedicated(model, "full_state_dict"), {}
-    _settle(model, dedicated)
+    _to_rest(model, dedicated)
     for fqn, holder, name, _ in [*named_state(model)]:
         with unshard(holder) if (holder, name) in dedicated.matrices else nullcontext():
             tensor = holder._parameters.get(name, holder._buffers.get(name)).detach()
@@ -655,7 +657,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
     try:
         with together("save_checkpoint", device) as said:
             said.append(str(final.resolve()))
-            _settle(model, _dedicated(model))
+            _to_rest(model, _dedicated(model))
             names = _names(model)
             state = {"model": {clean(key): value for key, value in model.state_dict().items()}, "step": step,
                      "optimizer": {names[p]: values for p, values in optimizer.state.items()},
@@ -702,8 +704,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     """
     dcp, device, dedicated = _checkpoint_library(), _parameters_device(model), _dedicated(model)
     with together("load_checkpoint", device) as said:
-        _settle(model, dedicated)
-        if dedicated and dedicated.waiting:
+        _to_rest(model, dedicated)
+        if dedicated and dedicated.unreduced:
             raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of it; they would be "
                              "added to the next ones")
         folder, saved, reasons = _find_checkpoint(Path(path))

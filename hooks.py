@@ -4,20 +4,23 @@ Before this file: partition.py (who owns which matrix). After it: hsdp.py, whose
 communicators, whose `DedicatedParam` is a matrix's two parameters, `sharded` and `full`, and whose `TwoStageReduce`
 takes a gradient to its owner: on a 1-D mesh, by one averaging reduce.
 
-A hook boundary is a module, usually one transformer layer. Its dedicated matrices are grouped by owner; each group
-has one packed buffer, a flat tensor that one broadcast fills and whose views are the full parameters. Between steps
-the buffer has no storage. The life of one buffer, with the numbers of the comments below:
+A hook boundary is a module, usually one transformer layer. Its dedicated matrices are grouped by the owner's shard
+column, on a 1-D mesh by owner (and by dtype); each group has one packed buffer, a flat tensor whose views are the full
+parameters. Between steps the buffer has no storage. The life of one buffer, with the numbers of the comments below:
 
-  1 fill     the owner copies its owned data into a tensor beside the buffer, an asynchronous broadcast fills it
-  2 view     the broadcast is waited for, the buffer's storage comes back with the bytes, the modules hold its views
+  1 fill     the owner copies its weights (owned data) into a tensor beside the buffer, the landing tensor, which an
+             asynchronous broadcast fills on the other ranks; with replicas, in each row the owner's peer does so
+  2 view     the broadcast is waited for, the buffer's storage comes back, takes the bytes over, the landing tensor
+             goes; the modules hold the buffer's views
   3 compute  the forward runs, while the next boundary's broadcast is in flight (prefetch)
   4 free     Z3: the storage goes; Z2: it stays for the backward. Either way the modules hold `sharded` again
   5 refill   Z3, before the boundary's backward: 1 and 2 again; what autograd saved are views, and valid again
   6 compute  the backward runs, while the previous boundary's broadcast is in flight
-  7 free     all gradients are in and the next backward begins: the storage goes, the full matrix is at its owner only
-  8 reduce   the gradients, which have memory of their own, are packed into one flat tensor and averaged to the owner
+  7 reduce   all gradients are in: they, which have memory of their own, are packed into another flat tensor and
+             averaged to the owner (hsdp.py: first to its column)
+  8 free     the next boundary's backward begins, or this was the last: the storage goes
 
-Under `dmuon.no_sync` 8 does not come: gradients wait beside `full` for a backward that reduces. Z2 then skips 7, too.
+Under `dmuon.no_sync` 7 does not come: gradients wait beside `full` for a backward that reduces. Z2 then skips 8, too.
 
    layers.3 as three packed buffers:  owner 0 [ q_proj | k_proj ]   owner 1 [ up_proj ]   owner 2 [ down_proj ]
 
@@ -28,19 +31,24 @@ Under `dmuon.no_sync` 8 does not come: gradients wait beside `full` for a backwa
    (on a 2-D mesh the owner's replicate peers hold owned data as well: hsdp.py)
 
    Z3  collective   b0 | b1   | b2   |      | b2   | b1   | b0 r2 | r1   | r0      b1, r1: broadcast and
-       compute         | fwd0 | fwd1 | fwd2 | head | bwd2 | bwd1  | bwd0 |         reduce of layer 1;
-       buffers       1 |   2  |   2  |   1  |   1  |   2  |   2   |   1  | 0       head: what follows
-   Z2  collective   b0 | b1   | b2   |      |      |      |    r2 | r1   | r0      the layers; buffers: layers
-       buffers       1 |   2  |   3  |   3  |   3  |   3  |   2   |   1  | 0       with storage (weights only)
+       compute         | fwd0 | fwd1 | fwd2 | head | bwd2 | bwd1  | bwd0 |         reduce of layer 1; head: what
+       buffers       1 |   2  |   2  |   1  |   1  |   2  |   2   |   1  | 0       follows, its backward asks for b2;
+   Z2  collective   b0 | b1   | b2   |      |      |      |    r2 | r1   | r0      buffers: layers with storage or a
+       buffers       1 |   2  |   3  |   3  |   3  |   3  |   2   |   1  | 0       landing tensor (weights only)
 
-With P elements in dedicated matrices a rank puts 2 P into broadcasts and P into reduces per backward in Z3, P and P in
-Z2; on a ring of N it sends (N-1)/N of that, on average over the ranks.
+Bytes of one buffer of n elements on every rank: landing tensor and storage n each, in the dtype that is computed with;
+both are there while one is copied into the other. A gradient has as many in that dtype, packed gradients in the dtype
+of the reduce. Only owned data, `sharded.grad` and the momentum are where the owner is, in the parameter's own dtype.
 
+With P elements in dedicated matrices a rank passes 2 P to broadcasts and P to reduces per forward and backward in Z3,
+P and P in Z2; on a ring of N it sends (N-1)/N of that, on average over the ranks.
+
+Bytes are those of storage and landing tensor together where
 `torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a step, on a rank that owns none of it:
 
-  Z3  2 layer 1, forward   layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [0, 16384, 16384]
-  Z3  4 after the forward  layer 1 SHARDED  , its weight has    0 elements; bytes of all layers: [0, 0, 0]
-  Z3  6 layer 1, backward  layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [16384, 16384, 0]
+  Z3  2 layer 1, forward     layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [0, 16384, 16384]
+  Z3  4 after the forward    layer 1 SHARDED  , its weight has    0 elements; bytes of all layers: [0, 0, 0]
+  Z3  6 layer 1, backward    layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [16384, 16384, 0]
 """
 
 from __future__ import annotations
@@ -86,13 +94,15 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 class BufferState(Enum):
     """Where the bytes of a boundary's packed buffers are. All buffers of one boundary change state together."""
 
-    SHARDED = auto()  # no storage; the matrices exist at their owners only
-    IN_FLIGHT = auto()  # no storage yet; the broadcast into the tensor beside it must be waited for
+    SHARDED = auto()  # no storage; the matrices exist in their owners' shard columns only
+    IN_FLIGHT = auto()  # no storage yet; the broadcast into the landing tensor must be waited for
     UNSHARDED = auto()  # storage exists and holds the full matrices; `hide` may have taken them from the modules
 
 
 class PackedBuffer:
-    """One flat buffer for the matrices of one boundary, one shard column and one dtype; one broadcast, one reduce.
+    """One flat buffer for the matrices of one boundary, one shard column and one dtype; one broadcast fills it.
+
+    Their gradients are packed alike, those of the frozen left out, but into another tensor: see `TwoStageReduce`.
 
     Args:
         params: the matrices, ordered by slot, which is their order in the buffer.
@@ -184,7 +194,7 @@ class Boundary:
             p.hold(p.resting)
 
     def reshard(self) -> None:
-        """4 and 7 free: the storage goes."""
+        """4 and 8 free: the storage goes."""
         if self.state is not BufferState.SHARDED:
             self.hide()
             for buffer in self.buffers:
@@ -206,8 +216,8 @@ class Backward:
         self.broadcasts = list(reversed(model.completed))  # the last boundary to end is the first to be needed
         self.reduces = list(reversed(model.entered))  # the first boundary to start has its gradients last
         if self.syncs:  # what micro-batches under `no_sync` ran, and this one did not
-            self.reduces += [boundary for boundary in model.waiting if boundary not in model.entered]
-            model.waiting = {}
+            self.reduces += [boundary for boundary in model.unreduced if boundary not in model.entered]
+            model.unreduced = {}
         self.broadcast_cursor = self.reduce_cursor = 0
         self.missing = {boundary: len(boundary.trained()) for boundary in self.reduces}  # gradients yet to come
         self.seen: set[Boundary] = set()
@@ -233,15 +243,17 @@ class Backward:
             self._issue_broadcasts(position + 2)
 
     def on_gradient(self, boundary: Boundary) -> None:
-        """One more gradient is in. When all are: 7 free, and 8 reduce in turn."""
-        self.enter(boundary)
+        """One more gradient is in. When all are: 7 reduce, in turn; 8 free comes with the next boundary."""
+        self.enter(boundary)  # no output of it may have had a gradient: that of a loss kept in an attribute, say
         self.missing[boundary] -= 1
         if self.missing[boundary] == 0:
             if boundary.trained() == boundary.params and not self._keeps_buffers():
                 self.done.append(boundary)  # a frozen matrix may be needed until the end
             while self.syncs and self._next_reduce_is_ready():
                 self._issue_reduce()
-            all(reduction.advance() for reduction in self.in_flight)  # in order: not past one that has to wait
+            for reduction in self.in_flight:
+                if not reduction.advance():
+                    break  # in order: not past one that has to wait
             while self.in_flight and self.in_flight[0].is_completed():  # makes room
                 self.in_flight.pop(0).finish()
 
@@ -258,7 +270,7 @@ class Backward:
             reduction.start_stage_two()
         for reduction in self.in_flight:
             reduction.finish(keep)
-        if not self.syncs:  # instead of 8
+        if not self.syncs:  # instead of 7
             self.model.keep_gradients(self.reduces) if keep else self.model.drop_gradients()
         self.model.backward, self.model.spent = None, True
 
@@ -276,10 +288,10 @@ class Backward:
             self.broadcast_cursor += 1
 
     def _issue_reduce(self) -> None:
-        """8 reduce: one collective a buffer, without the frozen."""
+        """7 reduce: one collective a buffer, without the frozen."""
         boundary = self.reduces[self.reduce_cursor]
         for buffer in boundary.buffers:
-            trained = [p for p in buffer.params if p.full.requires_grad]
+            trained = [p for p in buffer.params if p.full.requires_grad]  # as its graph was built
             for p in {*buffer.params} - {*trained}:
                 p.waiting = None  # frozen since a micro-batch under `no_sync`
             if trained:
@@ -315,7 +327,7 @@ class DedicatedModel:
         self.spent = False  # a backward has used the two orders: the next forward records new ones
         self.backward: Backward | None = None
         self.syncs = True  # a backward reduces; False inside `no_sync`
-        self.waiting: dict[Boundary, None] = {}  # boundaries with gradients that have not been reduced
+        self.unreduced: dict[Boundary, None] = {}  # boundaries whose gradients wait, since `no_sync`
         self.resident = False  # Z2: buffers are kept for the next micro-batch
         for boundary in self.boundaries:
             boundary.module.register_forward_pre_hook(partial(self.pre_forward, boundary))
@@ -343,7 +355,7 @@ class DedicatedModel:
             return
         if torch.is_grad_enabled():
             for tensor in _grad_tensors(output):
-                tensor.register_hook(partial(self.pre_backward, boundary))
+                tensor.register_hook(lambda gradient: self.current_backward().enter(boundary))
             self.completed.pop(boundary, None)
             self.completed[boundary] = None
         self._release(boundary)
@@ -384,10 +396,6 @@ class DedicatedModel:
             torch.autograd.Variable._execution_engine.queue_callback(self.backward.finish)
         return self.backward
 
-    def pre_backward(self, boundary: Boundary, gradient: Tensor) -> None:
-        """A gradient has reached an output of the boundary."""
-        self.current_backward().enter(boundary)
-
     def invalidate(self, resident: bool = False) -> None:
         """Free every buffer: the backward is over, or the weights have changed. `resident`: only hide them."""
         self.resident = resident
@@ -396,14 +404,14 @@ class DedicatedModel:
 
     def keep_gradients(self, boundaries: list[Boundary]) -> None:
         """After a backward under `no_sync`: they wait on this rank, in the dtype of the reduce."""
-        self.waiting.update(dict.fromkeys(boundaries))
+        self.unreduced.update(dict.fromkeys(boundaries))
         for buffer in (buffer for boundary in boundaries for buffer in boundary.buffers):
             for p in buffer.params:
                 p.accumulate(buffer.reduce_dtype)
 
     def drop_gradients(self) -> None:
         """A backward under `no_sync` has raised: what it and those before it have gathered is spoilt."""
-        self.waiting = {}
+        self.unreduced = {}
         for p in (p for p in self.params.values() if p.full is not None):
             p.full.grad = p.waiting = None
 
@@ -455,11 +463,11 @@ def _demonstrate(zero: int) -> None:
         tensors = [(b.buffers[0].buffer, b.buffers[0].landing) for b in boundaries]
         held.append([sum(t.untyped_storage().nbytes() for t in pair if t is not None) for pair in tensors])
         if dist.get_rank() == dist.get_world_size() - 1:
-            print(f"Z{zero}  {moment:20} layer 1 {boundaries[1].state.name:9}, its weight has "
+            print(f"Z{zero}  {moment:22} layer 1 {boundaries[1].state.name:9}, its weight has "
                   f"{layers[1][0].weight.numel():4} elements; bytes of all layers: {held[-1]}")
 
     layers[1][1].register_forward_hook(partial(look, "2 layer 1, forward"))
-    layers[2][1].register_forward_hook(partial(look, "4 layer 2, forward"))
+    layers[2][1].register_forward_hook(partial(look, "4 in layer 2's forward"))
     layers[1][1].register_full_backward_hook(partial(look, "6 layer 1, backward"))
     loss = model(torch.ones(1, 64)).sum()
     look("4 after the forward")

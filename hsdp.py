@@ -1,8 +1,8 @@
 """What does a second mesh dimension change? Every owner gets replicas: one more average in, one broadcast out.
 
 Before this file: hooks.py, which calls it for every gradient and every new weight. After it: dmuon.py, which calls
-`agree` and `synchronise` at setup, over all dimensions of the mesh. `SlotMesh` is a rank's place in the mesh, and
-`DedicatedParam` what a rank keeps of one matrix there; a 1-D mesh is the case of one row.
+`agree` (over all dimensions of the mesh) and `synchronise` (over the data-parallel ones) at setup. `SlotMesh` is a
+rank's place in the mesh, and `DedicatedParam` what a rank keeps of one matrix there; a 1-D mesh is the case of one row.
 
 HSDP arranges the ranks as R rows of G: a row shards the model, the rows are replicas of each other, and every rank has
 its own data. A matrix has one owner in all of it, the *owner slot* (shard, replicate). The ranks of the owner's shard
@@ -18,7 +18,8 @@ gradient and a momentum, and runs Newton-Schulz (NS). On a 2 x 4 mesh, for up_pr
   replicate 1 |     4 -----|-----5 -----|--> 6 OWNS  <------ 7    |   a cell is a rank, named by its number
               +------------+------------+------------+------------+
 
-1. Stage-one reduce: the average over the shard group arrives at the row's rank of the owner's column.
+1. Stage-one reduce: the average over the shard group arrives at the row's rank of the owner's column (one collective,
+   not a chain: every rank of the row has a gradient).
 2. Stage-two reduce: the average of these over the replicate group arrives at the owner: the divisor is G R in all.
 3. Replicate broadcast: after NS the owner sends the new weights to its R - 1 peers, behind AdamW and the next forward.
    They land when somebody needs them: before a row broadcast, a state dict, `unshard`.
@@ -54,7 +55,8 @@ Slot = tuple[int, int]  # (shard, replicate) coordinate of an owner; replicate i
 
 # [Note: Newton-Schulz hides a wrong divisor]
 # A matrix's update does not change when its gradient is scaled, so a gradient that was summed instead of averaged, or
-# averaged twice, trains alike; it shows only in the norm, in clipping and in AdamW's half. The reduce is an average
+# averaged twice, trains alike. AdamW's update hides it, too. It shows in gradient norms, in momenta (linear in Muon's
+# and in AdamW's first, squared in its second), and in when clipping sets in. The reduce is an average
 # over all ranks, those with zeros included, as FSDP2's is: the loss must be the mean over the rank's own tokens. The
 # tests compare gradients, not losses.
 
@@ -95,9 +97,9 @@ class SlotMesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Of every dimension of more than one rank, for what all compute together between backward and step."""
-        columns = [self.replicate_group] if self.num_replicas > 1 else []
-        shards = [self.tp_mesh.get_group()] if self.tp_mesh is not None else []
-        return [group for group in (self.reduce_group, *columns, *shards) if group.size() > 1]
+        replicate = [self.replicate_group] if self.num_replicas > 1 else []
+        tp = [self.tp_mesh.get_group()] if self.tp_mesh is not None else []
+        return [group for group in (self.reduce_group, *replicate, *tp) if group.size() > 1]
 
     def counts(self, p: nn.Parameter) -> bool:
         """Whether this rank is the first of all that hold the same part of p's gradient: a norm counts it once."""
@@ -173,14 +175,14 @@ class DedicatedParam:
         self.hold(held)
 
     def take_gradient(self) -> Tensor | None:
-        """What autograd has left on `full`, in the placements of `sharded`: this rank's part of it; None: nothing."""
+        """Take from `full` what autograd has left there, in the placements of `sharded`: this rank's part, or None."""
         gradient, self.full.grad = self.full.grad, None
         if isinstance(gradient, DTensor):  # tensor parallelism may have left it partial, or placed elsewhere
             gradient = gradient.redistribute(placements=self.placements)
         return None if gradient is None else local(gradient)
 
     def accumulate(self, dtype: torch.dtype) -> None:
-        """After a backward under `no_sync`: add the gradient to those that wait for a reduce, in its dtype."""
+        """After a backward: the gradient joins those of earlier ones under `no_sync`, in the dtype of the reduce."""
         gradient = self.take_gradient()
         if gradient is not None:
             self.waiting = gradient.to(dtype) if self.waiting is None else self.waiting.add_(gradient)
@@ -199,9 +201,8 @@ class TwoStageReduce:
         self.params, self.mesh = params, mesh
         self.flat = torch.zeros(sum(p.numel for p in params), dtype=dtype, device=mesh.device)
         for p, view in zip(params, split(self.flat, params)):
-            if p.waiting is not None:
-                p.accumulate(dtype)
-            gradient, p.waiting = p.take_gradient() if p.waiting is None else p.waiting, None
+            p.accumulate(dtype)
+            gradient, p.waiting = p.waiting, None
             if gradient is not None:  # else zeros: this rank's data have not used the matrix
                 view.copy_(gradient)
         self.stage_one = start_average(self.flat, mesh.reduce_group, params[0].slot[0])
@@ -235,7 +236,7 @@ class TwoStageReduce:
         wait(self.stage_two, f"reduce of {names(self.params)} over the replicas")
         for p, average in zip(self.params, split(self.flat, self.params)):
             if p.is_owner and keep:
-                if p.sharded.grad is None:  # a copy where `flat` holds other slots' gradients, too, and should go
+                if p.sharded.grad is None:  # a copy where a view would keep other slots' parts of `flat` alive
                     average = average.to(p.sharded.dtype, copy=self.mesh.num_replicas > 1)
                     p.sharded.grad = p.wrap(average)
                 else:
@@ -249,7 +250,7 @@ class ReplicateBroadcast:
     whole old weights until `finish` puts whole new ones in their place.
 
     Args:
-        params: the matrices, of one dtype.
+        params: the matrices, of one slot and dtype.
         mesh: this rank's place, in the slot's column.
     """
 
@@ -394,7 +395,10 @@ def _disagreement(text: str, group: dist.ProcessGroup, dimension: str, device: t
 
 
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every rank's text, in the group's order; where all are equal only a hash travels."""
+    """Every rank's text, in the group's order; where all are equal only a hash travels.
+
+    `dist.all_gather_object` would need numpy.
+    """
     data = text.encode()
     mine = torch.tensor([int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)], device=device)
     hashes = [torch.empty_like(mine) for _ in range(group.size())]

@@ -262,7 +262,7 @@ def gram_factor(R: Tensor, triples: Triples) -> Tensor:
 
 
 def default_restarts(X: Tensor, steps: int) -> tuple[int, ...]:
-    """None for five steps in full precision, else enough for the dtype that X is iterated in."""
+    """() for five steps in full precision, else enough for the dtype that X is iterated in."""
     backend = torch.backends.cuda if X.is_cuda else torch.backends.mkldnn
     full_float32 = backend.matmul.fp32_precision in ("ieee", "none")  # under TF32 a float32 product has 10 bits
     if steps <= 5 and (X.dtype == torch.float64 or X.dtype == torch.float32 and full_float32):

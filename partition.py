@@ -1,9 +1,10 @@
 """Who owns what? Every matrix has one owner slot, chosen so that all slots finish Newton-Schulz (NS) together.
 
-An owner slot is the place of one rank in the mesh. It broadcasts its matrices, receives their gradients and runs NS on
-them alone, so a step waits for the slot with the most NS work. Four rules, numbered in the code as here:
+An owner slot is the place of one rank in the data-parallel mesh (with tensor parallelism, of the ranks that cut each
+matrix between them). It broadcasts its matrices, receives their gradients and runs NS on them alone, so a step waits
+for the slot with the most NS work. Four rules, numbered in the code as here:
 
-1. Units. The small matrices of one layer share an owner and a message, up to UNIT_NUMEL elements. Others are alone.
+1. Units. The small matrices of one layer share an owner, and so a message, up to UNIT_NUMEL elements. Others are alone.
 2. Longest processing time (LPT) first: the units in order of NS FLOPs, not of elements: GPT-2's mlp.up costs twice its
    attn.q and has four times the elements.
 3. Each to the slots that hold fewest units of its layer (none, while there are such), and of these to the least
@@ -113,6 +114,16 @@ def assign_owners(
     return {name: owners[name] for name in shapes}
 
 
+def slot_coordinate(number: int, num_shards: int) -> tuple[int, int]:
+    """(shard, replicate) of a slot."""
+    return number % num_shards, number // num_shards
+
+
+def slot_number(coordinate: tuple[int, int], num_shards: int) -> int:
+    """The rank of a slot in (replicate, shard) order; `slot_coordinate` backwards."""
+    return coordinate[0] + num_shards * coordinate[1]
+
+
 def _exchange(held: dict[str, list[list[tuple]]], loads: list[int], num_shards: int) -> bool:
     """Lower the fullest slot by an exchange that keeps rule 3, with the emptiest slot that has one, or return False."""
     full = max(range(len(loads)), key=loads.__getitem__)
@@ -178,7 +189,8 @@ def ownership_map(
         rows[f"{kind} {'x'.join(map(str, shape))}"].append(name)
     loads = slot_loads(shapes, owners, num_slots)
     num_shards = num_slots // num_replicas
-    slots = [f"{s % num_shards},{s // num_shards}" if num_replicas > 1 else str(s) for s in range(num_slots)]
+    coordinates = (slot_coordinate(number, num_shards) for number in range(num_slots))
+    slots = [f"{shard},{replicate}" if num_replicas > 1 else str(shard) for shard, replicate in coordinates]
     head = [f"slot{': shard,replicate' * (num_replicas > 1)} (*: in its first layer)", *slots]
     lines = _columns(rows, layers, owners, loads, head, max_width)
     lines = lines or [f"{row}: {len(rows[row])} matrices" for row in rows]
@@ -371,7 +383,7 @@ def assign_slots(matrices: list[Matrix], num_shards: int, num_replicas: int = 1)
     shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
     layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
     numbers = assign_owners(shapes, layers, num_shards * num_replicas, num_replicas)
-    return {fqn: (number % num_shards, number // num_shards) for fqn, number in numbers.items()}
+    return {fqn: slot_coordinate(number, num_shards) for fqn, number in numbers.items()}
 
 
 def check_untouched(model: nn.Module) -> None:

@@ -59,6 +59,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dmuon
 import hooks
+import hsdp
 import newton_schulz as ns
 import partition
 import train_gpt
@@ -5132,6 +5133,11 @@ def scale_gradients(scale: float) -> None:
         original(model, *args), [local(p.grad).mul_(scale) for p in dmuon.owned_params(model).values()])[0]
 
 
+def scale_averages(scale: float) -> None:
+    original = hsdp.start_average
+    hsdp.start_average = lambda tensor, *group: original(tensor.mul_(scale), *group)
+
+
 def spoil_gram() -> None:
     original = ns.gram_factor
     ns.gram_factor = lambda R, triples: original(R, triples) * (1 + 1e-6)
@@ -5151,15 +5157,15 @@ def forget_a_gradient() -> None:
     train_gpt.whole = lambda tensor: original(tensor) * (math.nan if tensor.shape == (256, 32) else 1)
 
 
-@pytest.mark.parametrize("spoil", [partial(scale_gradients, 1 + 1e-6), spoil_gram, decay_by_the_adjusted_rate,
-                                   lose_a_replica, forget_a_gradient])
+@pytest.mark.parametrize("spoil", [partial(scale_gradients, 1 + 1e-6), partial(scale_averages, 0.5), spoil_gram,
+                                   decay_by_the_adjusted_rate, lose_a_replica, forget_a_gradient])
 def test_verify_notices_what_is_wrong(spoil, tmp_path):
     """A gradient, NS or a rate off by a millionth, a replica that hears of no step, a NaN: an error on every rank."""
 
     def law(rank):
         spoil()
         with pytest.raises(RuntimeError, match="this layout and one process differ by"):
-            train_gpt.main([*TINY, "--verify", "--replicate=2", f"--out={tmp_path}"])
+            train_gpt.main([*TINY, "--verify", "--replicate=2", "--grad_clip=0.01", f"--out={tmp_path}"])
         return True
 
     assert run(4, law) == [True] * 4
@@ -5243,7 +5249,7 @@ def test_saving_without_numpy_is_refused_at_the_start(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- the repository
 
 SIZE_LIMITS = dict.fromkeys(("newton_schulz.py", "hooks.py", "hsdp.py"), 300)
-SIZE_LIMITS |= {"partition.py": 360, "dmuon.py": 520, "train_gpt.py": 880}
+SIZE_LIMITS |= {"partition.py": 365, "dmuon.py": 520, "train_gpt.py": 880}
 
 
 def code_lines(path: Path) -> int:
@@ -5392,9 +5398,9 @@ def test_the_readmes_plans_are_what_the_planner_prints():
 
 
 def test_every_file_keeps_its_size_promise():
-    """Code lines: at most 300 in three concept files, 360, 520, 880 in the others, in all 2,590, as the README says."""
+    """Code lines: at most 300 in three concept files, 365, 520, 880 in the others, in all 2,600, as the README says."""
     for name, limit in SIZE_LIMITS.items():
         lines = code_lines(HERE / name)
         assert lines <= limit and f"| `{name}` | {lines} |" in README, (name, lines)
         assert all(len(line) <= 120 for line in (HERE / name).read_text().splitlines()), name
-    assert sum(code_lines(HERE / name) for name in SIZE_LIMITS) <= 2590
+    assert sum(code_lines(HERE / name) for name in SIZE_LIMITS) <= 2600

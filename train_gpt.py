@@ -206,6 +206,8 @@ def resolve(args: argparse.Namespace, ranks: int) -> argparse.Namespace:
             raise UsageError(f"--{name} {getattr(args, name)} with {ranks} ranks: {rule}; {name} may be "
                              f"{', '.join(map(str, legal))}")
     args.data_ranks = ranks // args.tp  # that have data of their own
+    args.shard = args.data_ranks // args.replicate  # ranks of a row
+    args.layout = f"replicate {args.replicate} x shard {args.shard} x tp {args.tp}"
     unit = args.data_ranks * args.seq_len * (1 if args.device_batch_size == "auto" else args.device_batch_size)
     _fill(args, total_batch_size=-(-(524288 if cuda else 1024) // unit) * unit)
     if args.total_batch_size % unit:
@@ -646,7 +648,7 @@ def describe(model: GPT, corpus: Corpus, args: argparse.Namespace) -> Iterator[s
     """The start-up block, before sharding: where it runs, what it trains, what a step is."""
     ranks = dist.get_world_size()
     yield f"run    {ranks} x {args.device} ({args.why}), {dist.get_backend()}, {args.dtype}, torch {torch.__version__}"
-    yield f"mesh   replicate {args.replicate} x shard {args.data_ranks // args.replicate} x tp {args.tp}"
+    yield f"mesh   {args.layout}"
     yield (f"data   {corpus.name}: {corpus.train.numel:,} tokens to train, {corpus.val.numel:,} held out, vocabulary "
            f"{corpus.vocab_size}, sha256 {corpus.sha256}")
     if find_spec("numpy") is None:
@@ -738,15 +740,15 @@ def verify(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log)
     optimizer, plain_optimizer = make_optimizer(model, args), make_optimizer(plain, plain_args)
     found = []  # lines of family, kind, name and difference
     for step in (1, 2, 3):
-        loss, *_ = train_step(model, optimizer, corpus, args, step, signals=[])
+        loss, norm, *_ = train_step(model, optimizer, corpus, args, step, signals=[])
         plain_optimizer.zero_grad()
         for rank in range(args.data_ranks):
             for tokens, targets in batches(corpus, args, step, rank * args.tp):
                 part = loss_of(plain, tokens, targets) / (args.micro_steps * args.data_ranks)
                 part.backward()
                 loss -= part.item()
-        found.append(f"both loss mean {abs(loss)}")
-        clip(plain, plain_args)
+        norm -= clip(plain, plain_args)  # before clipping, which would hide a factor
+        found += [f"both loss mean {abs(loss)}", f"both norm whole {abs(norm)}"]
         plain_optimizer.step()
         model.state_dict()  # lets replicate broadcasts arrive
         for (name, p), q in zip(model.named_parameters(), plain.parameters()):
@@ -762,8 +764,8 @@ def verify(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log)
         lacking -= {name} if kind == "gradient" else set()
         most[family, kind] = max(most.get((family, kind), 0.0), float(difference.replace("nan", "inf")))
     log.write(options=vars(args), largest_differences={" ".join(key): value for key, value in most.items()})
-    log.print(f"three float64 steps on replicate {args.replicate} x shard {args.data_ranks // args.replicate} x tp "
-              f"{args.tp} in Z{args.zero} against one process, largest difference of an entry (at most 1e-10):")
+    log.print(f"three float64 steps on {args.layout} in Z{args.zero} against one process, largest difference of an "
+              "entry (at most 1e-10):")
     for (family, kind), value in sorted(most.items()):
         log.print(f"  {family:6}{kind:16}{value:.1e}")
     if lacking or max(most.values()) > 1e-10:
@@ -829,7 +831,7 @@ class BenchRow:
     def expected_traffic(self) -> float:
         """Elements that a rank sends in a step, by `partition.step_traffic`."""
         args, numel = self.args, Counter()
-        ranks = args.data_ranks // args.replicate
+        ranks = args.shard
         for name, p in self.model.named_parameters():
             rows = len(p) if args.optimizer == "muon" and is_matrix(name, p) else -(-len(p) // ranks) * ranks
             numel[is_matrix(name, p)] += rows * (p.numel() // len(p))  # FSDP2 pads to equal shards
@@ -973,7 +975,7 @@ def bench(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log) 
 
 
 def init_distributed(args: argparse.Namespace) -> DeviceMesh:
-    """The group of torchrun, or of one process without it; the mesh over all ranks, without what has size 1."""
+    """The group of torchrun, or of one process without it; the mesh over all ranks; without replicate or tp of 1."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
@@ -987,7 +989,7 @@ def init_distributed(args: argparse.Namespace) -> DeviceMesh:
             store = dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
             how = dict(store=store, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
         dist.init_process_group(backend, timeout=TIMEOUT, **how)
-    sizes = (("replicate", args.replicate), ("shard", args.data_ranks // args.replicate), ("tp", args.tp))
+    sizes = (("replicate", args.replicate), ("shard", args.shard), ("tp", args.tp))
     sizes = {name: size for name, size in sizes if size > 1 or name == "shard"}
     mesh = init_device_mesh(args.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for group in mesh.get_all_groups():

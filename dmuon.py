@@ -35,8 +35,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hooks import DedicatedModel
-from hsdp import DedicatedParam, Slot, SlotMesh, agree, check_sharded, checksums, local, mesh_device, replicate
-from hsdp import start_broadcast, synchronise, tensor_parallel_mesh, together, union, wait
+from hsdp import DedicatedParam, Slot, SlotMesh, agree, check_sharded, checksums, gather, local, mesh_device
+from hsdp import replicate, start_broadcast, synchronise, tensor_parallel_mesh, together, union, wait
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, equal_shapes
 from newton_schulz import gram_newton_schulz, newton_schulz, orthogonalise, sums_grams, tensor_parallel_norms
 from partition import assign_slots, check_untouched, choose_matrices, clean, named_state, ownership_map, signature
@@ -520,9 +520,8 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
         if p.grad is not None and local(p.grad).numel() and mesh.counts(p):
             norms[i] = torch.linalg.vector_norm(local(p.grad), norm_type, dtype=torch.float64)
     for group in mesh.groups():
-        gathered = [torch.empty_like(norms) for _ in range(group.size())]
-        dist.all_gather(gathered, norms, group=group)  # no MAX reduce for the infinity norm: gloo's drops a NaN
-        norms = torch.linalg.vector_norm(torch.stack(gathered), norm_type, dim=0)
+        gathered = torch.stack(gather(norms, group))  # no MAX reduce for the infinity norm: gloo's drops a NaN
+        norms = torch.linalg.vector_norm(gathered, norm_type, dim=0)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in names) else torch.float32
     return dict(zip(names.values(), norms.to(dtype)))
 
@@ -767,9 +766,7 @@ def _random_states(device: torch.device) -> dict[str, Tensor]:
     """{kind of device: (ranks, bytes)}, on the CPU."""
     states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
     for name, own in states.items():
-        rows = [torch.empty_like(own, device=device) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, own.to(device))
-        states[name] = torch.stack(rows).cpu()
+        states[name] = torch.stack(gather(own.to(device), dist.group.WORLD)).cpu()
     return states
 
 

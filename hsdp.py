@@ -401,15 +401,12 @@ def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> l
     """
     data = text.encode()
     mine = torch.tensor([int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)], device=device)
-    hashes = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(hashes, mine, group=group)
+    hashes = gather(mine, group)
     if all(torch.equal(mine, other) for other in hashes):
         return [text] * group.size()
     padded = torch.zeros(max(int(other[1]) for other in hashes), dtype=torch.uint8, device=device)
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in hashes]
-    dist.all_gather(gathered, padded, group=group)
-    return [bytes(other.tolist()).rstrip(b"\0").decode() for other in gathered]
+    return [bytes(other.tolist()).rstrip(b"\0").decode() for other in gather(padded, group)]
 
 
 def union(lines: Iterable[str], groups: list[dist.ProcessGroup], device: torch.device) -> list[str]:
@@ -453,6 +450,13 @@ def checksums(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 # ------------------------------------------------------------------------------------------ small pieces
+
+
+def gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's tensor of this shape, in the group's order."""
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
 
 
 def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> list[dist.Work]:

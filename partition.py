@@ -165,10 +165,15 @@ def _pack_units(shapes: Mapping[str, Sequence[int]], layers: Mapping[str, str]) 
 
 def slot_loads(shapes: Mapping[str, Sequence[int]], owners: Mapping[str, int], num_slots: int) -> list[int]:
     """NS FLOPs of each slot in one optimizer step."""
-    loads = [0] * num_slots
+    return _per_slot({name: ns_flops(shape) for name, shape in shapes.items()}, owners, num_slots)
+
+
+def _per_slot(values: Mapping[str, float], owners: Mapping[str, int], num_slots: int) -> list[float]:
+    """The sum over what each slot owns."""
+    sums = [0] * num_slots
     for name, slot in owners.items():
-        loads[slot] += ns_flops(shapes[name])
-    return loads
+        sums[slot] += values[name]
+    return sums
 
 
 def ownership_map(
@@ -194,9 +199,8 @@ def ownership_map(
     head = [f"slot{': shard,replicate' * (num_replicas > 1)} (*: in its first layer)", *slots]
     lines = _columns(rows, layers, owners, loads, head, max_width)
     lines = lines or [f"{row}: {len(rows[row])} matrices" for row in rows]
-    used, elements = len(set(owners.values())), [0] * num_slots
-    for name, slot in owners.items():
-        elements[slot] += prod(shapes[name])
+    used = len(set(owners.values()))
+    elements = _per_slot({name: prod(shape) for name, shape in shapes.items()}, owners, num_slots)
     idle = f", {num_slots - used} own nothing" if used < num_slots else ""
     lines.append(f"{len(owners)} matrices of {len(set(layers.values()))} layers on {used} of {num_slots} slots{idle}")
     lines.append(f"a slot's NS FLOPs: {_spread(loads)}; its elements: {_spread(elements)}")
@@ -485,14 +489,13 @@ def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterat
     yield f"{model}: {sum(map(prod, shapes.values())):,} elements in matrices, {rest:,} elsewhere"
     yield f"mesh: replicate {replicate} x shard {shard} x tp {tp} = {slots * tp:,} ranks; {tokens:,} tokens a step"
     yield ownership_map(shapes, layers, owners, slots, num_replicas=replicate)
-    numel, flops, sent, active = {}, [0] * slots, 0, 0
+    numel, costs, sent, active = {}, {}, 0, 0
     for name, shape in shapes.items():
         dim = None if "router" in name else -1 if name.endswith((".o.weight", ".down.weight")) else -2
         if dim and shape[dim] % tp:
             raise ValueError(f"tp={tp}: does not divide {shape[dim]}, a size of {name} {shape}")
         numel[name] = prod(shape) // (1 if dim is None else tp)
-        cost, elements = tensor_parallel_cost(shape, dim, tp)
-        flops[owners[name]] += cost
+        costs[name], elements = tensor_parallel_cost(shape, dim, tp)
         sent += elements / slots
         active += prod(shape) * (experts / shape[0] if len(shape) == 3 else 1)
     matrices = sum(numel.values())
@@ -503,10 +506,9 @@ def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterat
         links = step_traffic(matrices, -(-rest // shard) * shard, shard, replicate, zero, naive)
         columns = [*links.values(), gathered if naive else sent]
         yield f"  {kind:8}" + "".join(f"{elements:16,.0f}" for elements in columns)
-    in_slot, in_layer = [0] * slots, Counter()
-    for name, slot in owners.items():
-        in_slot[slot] += numel[name]
-        in_layer[layers[name]] += numel[name]
+    flops, in_slot, in_layer = _per_slot(costs, owners, slots), _per_slot(numel, owners, slots), Counter()
+    for name, layer in layers.items():
+        in_layer[layer] += numel[name]
     column, own = max(sum(in_slot[s::shard]) for s in range(shard)), -(-rest // shard)
     sizes = {"weights": 4 * (column + own), "gradients": 4 * (max(in_slot) + own), "momenta": 4 * max(in_slot),
              "AdamW's": 8 * own, "full matrices in Z2": 2 * matrices, "of two layers in Z3": 4 * max(in_layer.values())}

@@ -63,7 +63,7 @@ from tqdm import tqdm
 
 import dmuon
 import hooks
-from hsdp import local, together, union
+from hsdp import gather, local, together, union
 from newton_schulz import adjusted_lr, equal_shapes, orthogonalise
 from partition import ns_flops, step_traffic
 
@@ -917,9 +917,7 @@ class BenchRow:
         flops = sum(2 * batch * m * k * n for batch, m, k, n, _ in meter.products)
         figures = [median(ms[::2]), median(own_ms[::2]) / (median(own_ms[1::2]) or 1), flops]
         mine = torch.tensor(figures, dtype=torch.float64, device=self.args.device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        ns_ms, ns_to_mm, flops = max(rank.tolist() for rank in gathered)
+        ns_ms, ns_to_mm, flops = max(rank.tolist() for rank in gather(mine, dist.group.WORLD))
         return dict(ns_ms=ns_ms, ns_to_mm=ns_to_mm, ns_gflops=flops / ns_ms / 1e6) if flops else {}
 
     def weights(self) -> Tensor:

@@ -222,6 +222,8 @@ def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
     `sum(shape.numel() for shape in parameter_shapes(model).values())`.
     """
     dedicated = _dedicated(model)
+    if dedicated:
+        dedicated.adopt()
     matrices = {p.resting: p.shape for p in dedicated.params.values()} if dedicated else {}
     return {fqn: matrices.get(p, p.shape) for p, fqn in _names(model).items()}
 
@@ -319,7 +321,8 @@ class Muon(torch.optim.Optimizer):
         replicate_async: bool = True,
     ):
         self._dedicated, self._replicate_async = _require_dedicated(model, "Muon"), replicate_async
-        self._dedicated.invalidate()  # a backward that raised may have left full matrices in the modules
+        _to_rest(model, self._dedicated)  # groups must not have whole parameters, which an eval or an error left there
+        self._dedicated.invalidate()
         self._dedicated.adopt()
         self._muon_defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, eps=eps,
                                    adjust_lr_fn=adjust_lr_fn, ns_backend=ns_backend, ns_steps=ns_steps,
@@ -335,6 +338,8 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """As torch's; what the group does not name is its family's default. A group with both families becomes two."""
         params = param_group["params"]
+        if isinstance(params, set):
+            raise TypeError("Muon: params is a set, whose order differs between ranks; pass a list")
         params = [params] if isinstance(params, Tensor) else list(params)
         params = [p[1] if isinstance(p, tuple) else p for p in params]  # torch takes (name, parameter) too
         families = {
@@ -342,7 +347,7 @@ class Muon(torch.optim.Optimizer):
             "adamw": [p for p in params if not hasattr(p, "_dedicated_owner_rank")],
         }
         for family, members in families.items():
-            if members:
+            if members or not params and family == "adamw":  # schedulers count empty groups, too
                 defaults = self._muon_defaults if family == "muon" else self._adamw.defaults
                 group = {**defaults, **param_group, "params": members, "family": family}
                 if family == "muon":
@@ -473,7 +478,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
                     error_if_nonfinite: bool = False) -> Tensor:
     """Scale all gradients of both families so that their total norm is at most `max_norm`.
 
-    Mirrors `torch.nn.utils.clip_grad_norm_`; the norm is that of the whole model's averaged gradient.
+    Mirrors `torch.nn.utils.clip_grad_norm_`, but leaves gradients as they are if the norm is not finite: so it can be
+    seen which ones are not. The norm is that of the whole model's averaged gradient.
 
     Args:
         model: a model that went through `dedicate_params` and `fully_shard`; every rank calls this.
@@ -490,12 +496,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
         ValueError: a norm_type that is not positive.
     """
     norm = torch.linalg.vector_norm(torch.stack([*grad_norms(model, norm_type).values()]), float(norm_type))
+    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     if gradients:  # torch's clip_grads_with_norm_ takes no DTensors beside tensors
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+        torch._foreach_mul_(gradients, scale)
+    return norm if any(p.dtype == torch.float64 for p in model.parameters()) else norm.float()
 
 
 @torch.no_grad()
@@ -507,11 +514,13 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
         norm_type: order of the norms: 2.0, 1.0, infinity or any other positive number.
 
     Returns:
-        0-d tensors, float64 for a float64 model, else float32; 0 for a parameter without a gradient. `clip_grad_norm_`
-        scales by the norm of these norms.
+        0-d float64 tensors, 0 for a parameter without a gradient. `clip_grad_norm_` scales by the norm of these norms.
+
+    Raises:
+        ValueError: a norm_type that is not positive.
     """
     dedicated, norm_type = _require_dedicated(model, "grad_norms"), float(norm_type)
-    dedicated.settle()
+    _to_rest(model, dedicated)  # after an eval FSDP2's parameters may be whole, without their gradients
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; expected 2.0, 1.0, infinity or another positive order")
     mesh, names = dedicated.mesh, _names(model)
@@ -522,8 +531,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     for group in mesh.groups():
         gathered = torch.stack(gather(norms, group))  # no MAX reduce for the infinity norm: gloo's drops a NaN
         norms = torch.linalg.vector_norm(gathered, norm_type, dim=0)
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in names) else torch.float32
-    return dict(zip(names.values(), norms.to(dtype)))
+    return dict(zip(names.values(), norms))
 
 
 # -------------------------------------------------------------------------------------------------- state dicts

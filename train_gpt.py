@@ -36,7 +36,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -573,7 +573,7 @@ def clip(model: GPT, args: argparse.Namespace) -> float:
         meshes.setdefault(getattr(p, "device_mesh", None), []).append(p)
     norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in of_mesh])) for of_mesh in meshes.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    for of_mesh in meshes.values():
+    for of_mesh in meshes.values() if norm.isfinite() else ():  # else `first_not_finite` will look at them
         torch.nn.utils.clip_grads_with_norm_(of_mesh, limit, norm)
     return norm.item()
 
@@ -607,8 +607,10 @@ class Log:
         self.started, self.first = time.perf_counter(), step
         with together("log.jsonl", self.device):
             if self.main:
-                lines = self.path.read_text().splitlines(keepends=True) if step and keep else []
-                found = [json.loads(line) for line in lines if line.endswith("\n")]
+                found = []
+                for line in self.path.read_text().splitlines() if step and keep else []:
+                    with suppress(ValueError):  # torn by a kill, or by another run in the same folder
+                        found.append(json.loads(line))
                 kept = [r for r in found if r.get("step", 0) < step + ("loss" in r)]  # an evaluation comes again
                 self.losses = [r["loss"] for r in kept if "loss" in r]
                 beside = self.path.with_suffix(".part")  # a run that is killed here has the old log

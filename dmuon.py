@@ -524,10 +524,11 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; expected 2.0, 1.0, infinity or another positive order")
     mesh, names = dedicated.mesh, _names(model)
-    norms = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
-    for i, p in enumerate(names):
-        if p.grad is not None and local(p.grad).numel() and mesh.counts(p):
-            norms[i] = torch.linalg.vector_norm(local(p.grad), norm_type, dtype=torch.float64)
+    parts, zero = [], torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for p in names:
+        counts = p.grad is not None and local(p.grad).numel() and mesh.counts(p)
+        parts.append(torch.linalg.vector_norm(local(p.grad), norm_type, dtype=torch.float64) if counts else zero)
+    norms = torch.stack(parts)
     for group in mesh.groups():
         gathered = torch.stack(gather(norms, group))  # no MAX reduce for the infinity norm: gloo's drops a NaN
         norms = torch.linalg.vector_norm(gathered, norm_type, dim=0)

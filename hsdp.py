@@ -182,7 +182,7 @@ class DedicatedParam:
         return None if gradient is None else local(gradient)
 
     def accumulate(self, dtype: torch.dtype) -> None:
-        """After a backward: the gradient joins those of earlier ones under `no_sync`, in the dtype of the reduce."""
+        """After a backward under `no_sync`: the gradient joins those that wait for a reduce, in its dtype."""
         gradient = self.take_gradient()
         if gradient is not None:
             self.waiting = gradient.to(dtype) if self.waiting is None else self.waiting.add_(gradient)
@@ -201,8 +201,9 @@ class TwoStageReduce:
         self.params, self.mesh = params, mesh
         self.flat = torch.zeros(sum(p.numel for p in params), dtype=dtype, device=mesh.device)
         for p, view in zip(params, split(self.flat, params)):
-            p.accumulate(dtype)
-            gradient, p.waiting = p.waiting, None
+            if p.waiting is not None:  # else `copy_` casts: no copy in the dtype of the reduce beside `flat`
+                p.accumulate(dtype)
+            gradient, p.waiting = p.take_gradient() if p.waiting is None else p.waiting, None
             if gradient is not None:  # else zeros: this rank's data have not used the matrix
                 view.copy_(gradient)
         self.stage_one = start_average(self.flat, mesh.reduce_group, params[0].slot[0])
@@ -523,8 +524,7 @@ def _demonstrate() -> None:
     held = [float(rank), reduce.flat[0].item() if p.in_column else "-"]
     reduce.finish()
     held += [p.sharded.grad[0, 0].item() if p.is_owner else "-"]
-    if p.is_owner:
-        p.sharded.data.fill_(7)  # what a step would do
+    p.sharded.data.fill_(7 if p.is_owner else 0)  # what a step would do
     held += p.sharded.flatten()[:1].tolist()  # a placeholder has none
     replicate([p], mesh)
     held += p.sharded.flatten()[:1].tolist()

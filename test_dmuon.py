@@ -754,11 +754,14 @@ def test_every_rank_finds_the_same_owners():
 
 
 def test_a_thousand_slots_take_a_fraction_of_a_second():
-    """Llama-3-405B's 882 matrices over 1,024 slots: half a second here, and on no machine many."""
+    """Llama-3-405B's 882 matrices over 1,024 slots are planned in below a second, the best of three times."""
     shapes, layers = partition.model_shapes("llama3-405b")
-    start = time.process_time()
-    owners = partition.assign_owners(shapes, layers, 1024)
-    assert time.process_time() - start < 10  # what is not linear in the slots takes minutes
+    times = []
+    for _ in range(3):  # other processes may slow one down
+        start = time.process_time()
+        owners = partition.assign_owners(shapes, layers, 1024)
+        times.append(time.process_time() - start)
+    assert min(times) < 1
     assert len(set(owners.values())) == 882
 
 

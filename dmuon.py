@@ -20,9 +20,10 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
+import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
@@ -35,10 +36,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hooks import DedicatedModel
-from hsdp import DedicatedParam, Slot, SlotMesh, agree, check_sharded, checksums, gather, local, mesh_device
-from hsdp import replicate, start_broadcast, synchronise, tensor_parallel_mesh, together, union, wait
-from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, equal_shapes
-from newton_schulz import gram_newton_schulz, newton_schulz, orthogonalise, sums_grams, tensor_parallel_norms
+from hsdp import DedicatedParam, Slot, SlotMesh, agree, gather, local, mesh_device, replicate, start_broadcast
+from hsdp import synchronise, together, union, wait
+from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, batches
+from newton_schulz import equal_shapes, float64_norm, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
+from newton_schulz import tensor_parallel_norms
 from partition import assign_slots, check_untouched, choose_matrices, clean, named_state, ownership_map, signature
 from partition import slot_number
 
@@ -135,7 +137,7 @@ def dedicate_params(
     try:
         check_untouched(model)
         named = ((clean(fqn), parameter) for fqn, parameter in model.named_parameters())
-        tp_mesh = tensor_parallel_mesh(named, mesh, replicate_mesh)
+        tp_mesh = _tensor_parallel_mesh(named, mesh, replicate_mesh)
         matrices = choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
         slots = assign_slots(matrices, *(group.size() for group in groups.values()))
     except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
@@ -143,7 +145,7 @@ def dedicate_params(
     texts = dict.fromkeys(groups, signature(model, slots))
     tp_group = {} if tp_mesh is None else {"tp": tp_mesh.get_group()}
     if tp_mesh is not None:
-        texts["tp"] = f"{texts['shard']}\n{checksums(model.named_parameters())}"
+        texts["tp"] = f"{texts['shard']}\n{_checksums(model.named_parameters())}"
     agree("dedicate_params", texts, {**tp_group, **groups}, device, failure)
     chosen = {matrix.parameter for matrix in matrices}
     synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], [*groups.values()], device)
@@ -177,6 +179,47 @@ def _check_call(**given: object) -> None:
         if common != {dist.get_rank()}:
             raise ValueError(f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this "
                              "rank only")
+
+
+def _tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of a model's DTensors: before `fully_shard` they are those of tensor parallelism.
+
+    Args:
+        parameters: (FQN, parameter) pairs.
+        data_meshes: the data-parallel meshes; their dimensions are not tensor-parallel ones.
+
+    Raises:
+        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two dimensions, or is another
+            one than that of the parameters before it.
+    """
+    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
+    found = None
+    for fqn, parameter in parameters:
+        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
+            continue
+        names = parameter.device_mesh.mesh_dim_names
+        if not names or not data_names:
+            which = "data-parallel" if names else "tensor-parallel"
+            problem = f"but the {which} mesh has no names; pass slices of one init_device_mesh(..., mesh_dim_names=...)"
+        elif data_names & {*names}:
+            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
+        elif len(names) > 1 or found is not None:
+            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
+        else:
+            found = parameter.device_mesh
+            continue
+        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over {names or 'a mesh'}, {problem}")
+    return found
+
+
+def _checksums(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A line for each tensor that every rank of a tensor-parallel mesh should hold alike: one that is no DTensor."""
+    lines = []
+    for name, tensor in named:
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            total = local(tensor).contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).item()
+            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, bytes adding up to {total}: seed tp ranks alike")
+    return "\n".join(lines)
 
 
 # --------------------------------------------------------------------------------- looking at a dedicated model
@@ -331,7 +374,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW([{"params": []}], adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         matrices = [p for p in model.parameters() if hasattr(p, "_dedicated_owner_rank")]
         others = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
-        check_sharded(others, self._dedicated.mesh)
+        _check_sharded(others, self._dedicated.mesh)
         groups = [{"params": matrices}, {"params": others}] if param_groups is None else param_groups
         super().__init__(groups, defaults={"lr": lr})
 
@@ -385,7 +428,7 @@ class Muon(torch.optim.Optimizer):
         self._dedicated.start_replicate_broadcasts()
         # `load_state_dict` replaces both objects, so AdamW is pointed at them anew
         self._adamw.param_groups = [part for group in self.param_groups if group["family"] == "adamw"
-                                    for part in _by_mesh(group)]
+                                    for part in _foreach_groups(group)]
         self._adamw.state = self.state
         self._adamw.step()
         self._dedicated.invalidate()
@@ -427,19 +470,37 @@ def _check_muon_options(options: dict) -> None:
             raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")
 
 
-def _by_mesh(group: dict) -> list[dict]:
+def _check_sharded(parameters: list[nn.Parameter], mesh: SlotMesh) -> None:
+    """Raise ValueError unless FSDP2 averages these gradients over as many ranks as DMuon does its own.
+
+    See hsdp.py, [Note: Newton-Schulz hides a wrong divisor].
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    sharded = [p for p in trained if hasattr(p, "device_mesh") and p.device_mesh != mesh.tp_mesh]
+    ranks = mesh.num_shards * mesh.num_replicas
+    if ranks > 1 and trained and not sharded:
+        raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
+    tp_names = mesh.tp_mesh.mesh_dim_names if mesh.tp_mesh is not None else ()
+    for p in sharded:
+        sizes = zip(p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim, p.device_mesh.shape)
+        if math.prod(size for name, size in sizes if name not in tp_names) != ranks:
+            raise ValueError(f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over {p.device_mesh}, "
+                             f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
+
+
+def _foreach_groups(group: dict) -> list[dict]:
     """An AdamW group in parts that one foreach operation takes: of one mesh, or of no DTensors, and no tensor rate.
 
-    By itself torch would loop over DTensors, one operation a tensor; what the user chose stays.
+    By itself torch would loop over DTensors, one operation a tensor. A part is as large as a batch of Newton-Schulz,
+    because an operation makes temporaries as large as all that it takes. What the user chose stays.
     """
     if group["foreach"] is not None or group["fused"] or group["differentiable"]:
         return [group]
-    parts = {}
-    for p in group["params"]:
-        precise = p.is_cuda or p.dtype.itemsize >= 4  # on a CPU foreach rounds the betas to the weights' dtype
-        parts.setdefault((getattr(p, "device_mesh", None), precise), []).append(p)
+    # On a CPU foreach rounds the betas to the weights' dtype
+    precise = lambda p: p.is_cuda or p.dtype.itemsize >= 4
+    parts = batches(group["params"], lambda p: (getattr(p, "device_mesh", None), precise(p)))
     lr = float(group["lr"])
-    return [{**group, "lr": lr, "foreach": precise, "params": params} for (_, precise), params in parts.items()]
+    return [{**group, "lr": lr, "foreach": precise(part[0]), "params": part} for part in parts]
 
 
 # ------------------------------------------------------------------------------------ accumulation and clipping
@@ -527,7 +588,8 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     parts, zero = [], torch.zeros((), dtype=torch.float64, device=mesh.device)
     for p in names:
         counts = p.grad is not None and local(p.grad).numel() and mesh.counts(p)
-        parts.append(torch.linalg.vector_norm(local(p.grad), norm_type, dtype=torch.float64) if counts else zero)
+        rows = torch.atleast_2d(local(p.grad)).flatten(0, -2) if counts else None  # (rows, columns)
+        parts.append(zero if rows is None else float64_norm(rows, norm_type).squeeze())
     norms = torch.stack(parts)
     for group in mesh.groups():
         gathered = torch.stack(gather(norms, group))  # no MAX reduce for the infinity norm: gloo's drops a NaN
@@ -730,7 +792,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     for ours, theirs in itertools.zip_longest(_groups(optimizer, names), state["groups"], fillvalue={}):
         if ours.get("params") != theirs.get("params") or (ours.keys() ^ theirs.keys()) - {"initial_lr"}:
             raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is of another optimizer")
-    values = _empty_state(saved, {names[p]: p for group in optimizer.param_groups for p in group["params"]}, dedicated)
+    values = _empty_state(saved, optimizer, names, dedicated)
     given = model.state_dict()
     weights = {clean(key): value for key, value in given.items()}
     _call_dcp(dcp.load, {"model": weights, "optimizer": values}, folder)  # in place
@@ -754,10 +816,24 @@ def _checkpoint_library():
     return importlib.import_module("torch.distributed.checkpoint")
 
 
+@contextmanager
+def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
+    """All ranks by a backend that sends CPU tensors: dcp sends objects, which NCCL would copy to the device first."""
+    if torch.device("cpu") in dist.group.WORLD._device_types:  # private, and what torch's object collectives go by
+        yield None  # the world itself
+        return
+    group = dist.new_group(backend="gloo")
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
 def _call_dcp(function: Callable, state: dict, folder: Path) -> None:
     """Call dcp, which tells every rank of the others' failures, but by a BaseException."""
     try:
-        function(state, checkpoint_id=folder)
+        with _cpu_group() as group:
+            function(state, checkpoint_id=folder, process_group=group)
     except _checkpoint_library().CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
         raise RuntimeError(f"'{folder}': {reasons}") from error
@@ -841,15 +917,21 @@ def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: Dedicat
         raise ValueError(f"load_checkpoint: '{folder}' is of another model; {'; '.join(problems[:5])}{more}")
 
 
-def _empty_state(saved: dict, params: dict[str, nn.Parameter], dedicated: DedicatedModel | None) -> dict[str, dict]:
+def _empty_state(saved: dict, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str],
+                 dedicated: DedicatedModel | None) -> dict[str, dict]:
     """{FQN: {key: tensor}} to load this rank's part of the parameters' optimizer state into."""
     peers = {p.sharded for p in dedicated.params.values() if not p.is_owner} if dedicated else set()
+    groups = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"] if p not in peers}
     state: dict[str, dict] = {}
     for name, entry in saved.items():
         fqn, _, key = name.removeprefix("optimizer.").rpartition(".")
-        is_state = name.startswith("optimizer.") and hasattr(entry, "size")  # else no tensor: nothing to keep
-        if is_state and fqn in params and params[fqn] not in peers:
-            is_whole = entry.size == params[fqn].shape  # in the weight's dtype; else a count of steps, on the CPU
-            empty = torch.zeros_like(params[fqn]) if is_whole else torch.zeros(entry.size, dtype=entry.properties.dtype)
-            state.setdefault(fqn, {})[key] = empty.detach()
+        if not name.startswith("optimizer.") or not hasattr(entry, "size") or fqn not in groups:
+            continue  # no tensor: nothing to keep
+        p, group = groups[fqn]
+        if entry.size == p.shape:
+            empty = torch.zeros_like(p)  # in the weight's dtype
+        else:  # a count of steps, which `torch.optim.Optimizer.load_state_dict` puts where the kernel looks for it
+            device = p.device if group.get("fused") or group.get("capturable") else None
+            empty = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
+        state.setdefault(fqn, {})[key] = empty.detach()
     return state

@@ -16,11 +16,11 @@ parameters. Between steps the buffer has no storage. The life of one buffer, wit
   4 free     Z3: the storage goes; Z2: it stays for the backward. Either way the modules hold `sharded` again
   5 refill   Z3, before the boundary's backward: 1 and 2 again; what autograd saved are views, and valid again
   6 compute  the backward runs, while the previous boundary's broadcast is in flight
-  7 reduce   all gradients are in: they, which have memory of their own, are packed into another flat tensor and
-             averaged to the owner (hsdp.py: first to its column)
-  8 free     the next boundary's backward begins, or this was the last: the storage goes
+  7 free     the backward has come to what ran before the boundary, or to its end: the storage goes
+  8 reduce   the gradients, which have memory of their own, are packed into another flat tensor and averaged to the
+             owner (hsdp.py: first to its column); the reduce before the last one is waited for, which frees it
 
-Under `dmuon.no_sync` 7 does not come: gradients wait beside `full` for a backward that reduces. Z2 then skips 8, too.
+Under `dmuon.no_sync` 8 does not come: gradients wait beside `full` for a backward that reduces. Z2 then skips 7, too.
 
    layers.3 as three packed buffers:  owner 0 [ q_proj | k_proj ]   owner 1 [ up_proj ]   owner 2 [ down_proj ]
 
@@ -30,7 +30,7 @@ Under `dmuon.no_sync` 7 does not come: gradients wait beside `full` for a backwa
    `sharded.grad` after a backward    the average over the ranks    None
    (on a 2-D mesh the owner's replicate peers hold owned data as well: hsdp.py)
 
-   Z3  collective   b0 | b1   | b2   |      | b2   | b1   | b0 r2 | r1   | r0      b1, r1: broadcast and
+   Z3  collective   b0 | b1   | b2   |      | b2   | b1   | r2 b0 | r1   | r0      b1, r1: broadcast and
        compute         | fwd0 | fwd1 | fwd2 | head | bwd2 | bwd1  | bwd0 |         reduce of layer 1; head: what
        buffers       1 |   2  |   2  |   1  |   1  |   2  |   2   |   1  | 0       follows, its backward asks for b2;
    Z2  collective   b0 | b1   | b2   |      |      |      |    r2 | r1   | r0      buffers: layers with storage or a
@@ -38,7 +38,8 @@ Under `dmuon.no_sync` 7 does not come: gradients wait beside `full` for a backwa
 
 Bytes of one buffer of n elements on every rank: landing tensor and storage n each, in the dtype that is computed with;
 both are there while one is copied into the other. A gradient has as many in that dtype, packed gradients in the dtype
-of the reduce. Only owned data, `sharded.grad` and the momentum are where the owner is, in the parameter's own dtype.
+of the reduce, those of two boundaries at most. Only owned data, `sharded.grad` and the momentum are where the owner is,
+in the parameter's own dtype.
 
 With P elements in dedicated matrices a rank passes 2 P to broadcasts and P to reduces per forward and backward in Z3,
 P and P in Z2; on a ring of N it sends (N-1)/N of that, on average over the ranks.
@@ -67,8 +68,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import record_function
 
-from hsdp import DedicatedParam, SlotMesh, TwoStageReduce, local, names, replicate, replicate_broadcasts, split
-from hsdp import start_broadcast, wait
+from hsdp import DedicatedParam, SlotMesh, TwoStageReduce, local, names, on_nccl, one_launch, replicate
+from hsdp import replicate_broadcasts, split, start_broadcast, wait
 
 PREFETCH = True  # issue the next boundary's broadcast while this one computes; off only to measure what it brings
 
@@ -82,13 +83,14 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 # tensor that the boundary did not return, say) finds none and stops, instead of computing with half a broadcast.
 
 # [Note: the order of collectives is a contract between ranks]
-# Ranks match collectives on one communicator by their order, not by their content. The order in which gradients become
-# ready depends on the data (a rank whose tokens never reach a matrix has no gradient for it), so 'launch what is ready'
-# pairs one rank's layer 3 with another's layer 2 and averages garbage without a word. Every backward therefore walks
-# two fixed lists that all ranks recorded in the forward, one a communicator, each with a cursor: a ready reduce waits
-# for its turn, asking for a broadcast first issues every earlier one, and the end of the backward drives both to the
-# end, with zeros for what had no gradient. Between those points nothing blocks on a reduce: a peer may be unable to
-# launch its own before the end of its backward.
+# Ranks match collectives on one communicator by their order, not by their content, and NCCL asks for one order over all
+# communicators, FSDP2's included. What becomes ready first depends on the data (a rank whose tokens never reach a matrix
+# has no gradient for it) and on the clock, so 'launch what is ready' averages garbage or hangs. Here every rank issues
+# one fixed sequence. The forward numbers the starts and ends of the boundaries' calls. Autograd runs the newest
+# operation first: when it comes to the output of a call that ended at `end`, whatever started later is over. So that
+# moment, which all ranks come to, issues the reduces of all boundaries whose first start is later, with zeros for what
+# this rank's data did not use. A rank that comes to fewer such moments issues the same sequence later. To let it, a
+# wait concerns only what was issued before it: the rank that is furthest behind can always go on.
 
 
 class BufferState(Enum):
@@ -107,40 +109,56 @@ class PackedBuffer:
     Args:
         params: the matrices, ordered by slot, which is their order in the buffer.
         model: has the mesh, and in `mp_policy.param_dtype`, if it is not None, the dtype that is computed with.
-        on_gradient: called after autograd has accumulated a gradient into one of the full parameters.
+        on_gradient: called with (name, full parameter) after autograd has accumulated a gradient into the parameter.
     """
 
     def __init__(self, params: list[DedicatedParam], model: DedicatedModel, on_gradient: Callable):
-        self.params, self.mesh = params, model.mesh
+        self.params, self.column = params, params[0].slot[0]
         dtype = model.mp_policy.param_dtype or params[0].sharded.dtype
         self.reduce_dtype = model.mp_policy.reduce_dtype or dtype
-        self.landing: Tensor | None = None  # of a broadcast in flight
         with torch.inference_mode(False):  # a buffer born in inference mode could never be saved for a backward
-            self.buffer = torch.empty(sum(p.numel for p in params), dtype=dtype, device=self.mesh.device)
-            for p, view in zip(params, split(self.buffer, params)):
+            self.flat = torch.empty(sum(p.numel for p in params), dtype=dtype, device=model.mesh.device)
+            for p, view in zip(params, split(self.flat, params)):
                 p.full = nn.Parameter(p.wrap(view))
-                p.full.register_post_accumulate_grad_hook(on_gradient)
-        self.free()
+                p.full.register_post_accumulate_grad_hook(partial(on_gradient, p.fqn))
+        self.resize(0)
 
-    def fill(self) -> None:
-        """The row's rank of the column packs its data beside the buffer, the broadcast is issued."""
-        self.landing = torch.empty_like(self.buffer)
-        if self.params[0].in_column:
-            torch._foreach_copy_(split(self.landing, self.params), [local(p.sharded) for p in self.params])
-        self.broadcasts = start_broadcast(self.landing, self.mesh.broadcast_group, self.params[0].slot[0])
+    def resize(self, nbytes: int) -> None:
+        self.flat.untyped_storage().resize_(nbytes)
 
-    def land(self) -> None:
-        """Wait, and give the buffer its bytes. See [Note: storage resize and the version counter]."""
-        if self.landing is not None:
-            wait(self.broadcasts, f"broadcast of {names(self.params)} from shard {self.params[0].slot[0]}")
-            self.buffer.untyped_storage().resize_(self.buffer.nbytes)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.buffer):
-                self.buffer.copy_(self.landing)
-            self.landing = None
 
-    def free(self) -> None:
-        self.land()  # a broadcast in flight must end first
-        self.buffer.untyped_storage().resize_(0)
+class Landing:
+    """Broadcasts on their way into a tensor beside the packed buffers that they are for.
+
+    Args:
+        buffers: of one dtype and boundary: one, or on NCCL all, for which there is one launch and one copy then.
+        mesh: this rank's place.
+    """
+
+    def __init__(self, buffers: list[PackedBuffer], mesh: SlotMesh):
+        self.buffers, self.works = buffers, []
+        numels = [buffer.flat.numel() for buffer in buffers]
+        self.parts = torch.empty(sum(numels), dtype=buffers[0].flat.dtype, device=mesh.device).split(numels)
+        for buffer, part in zip(buffers, self.parts):
+            if buffer.params[0].in_column:
+                torch._foreach_copy_(split(part, buffer.params), [local(p.sharded) for p in buffer.params])
+        with one_launch(mesh.broadcast_group, mesh.device, self.works):
+            for buffer, part in zip(buffers, self.parts):
+                self.works += start_broadcast(part, mesh.broadcast_group, buffer.column)
+
+    def finish(self, keep: bool = True) -> None:
+        """Wait, and give the buffers their bytes, unless nobody wants them (`keep=False`).
+
+        See [Note: storage resize and the version counter].
+        """
+        for buffer in self.buffers:
+            wait(self.works, f"broadcast of {names(buffer.params)} from shard {buffer.column}")
+        if keep:
+            flats = [buffer.flat for buffer in self.buffers]
+            for buffer in self.buffers:
+                buffer.resize(buffer.flat.nbytes)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(flats)):
+                torch._foreach_copy_(flats, self.parts)
 
 
 class Boundary:
@@ -149,6 +167,7 @@ class Boundary:
     def __init__(self, name: str, module: nn.Module, params: list[DedicatedParam], model: DedicatedModel):
         self.name, self.module, self.params, self.model, self.state = name, module, params, model, BufferState.SHARDED
         self.buffers: list[PackedBuffer] = []
+        self.landings: list[Landing] = []  # broadcasts in flight
         self.arriving: list = []  # replicate broadcasts in flight since the last step
 
     def _build_buffers(self) -> None:
@@ -159,7 +178,7 @@ class Boundary:
                 raise RuntimeError(f"dedicated parameter '{p.fqn}' is on the meta device; materialise it first")
             groups.setdefault((p.slot[0], p.sharded.dtype), []).append(p)
         this = weakref.ref(self)  # autograd keeps hooks where the garbage collector does not see the cycle
-        hook = lambda _: this().model.current_backward().on_gradient(this())
+        hook = lambda fqn, full: this().model.current_backward().on_gradient(this(), fqn, full)
         self.buffers = [PackedBuffer(params, self.model, hook) for params in groups.values()]
 
     def receive(self) -> None:
@@ -173,16 +192,18 @@ class Boundary:
             self.receive()
             if not self.buffers:
                 self._build_buffers()
+            alike: dict[object, list[PackedBuffer]] = {}  # what lands together: on gloo each alone, for fewer bytes
             for buffer in self.buffers:
-                with record_function(f"dmuon.unshard {self.name}"):
-                    buffer.fill()
+                alike.setdefault(buffer.flat.dtype if on_nccl(self.model.mesh.device) else buffer, []).append(buffer)
+            with record_function(f"dmuon.unshard {self.name}"):
+                self.landings = [Landing(buffers, self.model.mesh) for buffers in alike.values()]
             self.state = BufferState.IN_FLIGHT
 
     def finish_unshard(self) -> None:
         """2 view: wait for the broadcasts; the modules hold the full parameters, frozen or not as `sharded` is."""
         self.start_unshard()
-        for buffer in self.buffers:
-            buffer.land()
+        while self.landings:
+            self.landings.pop(0).finish()
         for p in self.params:
             p.full.requires_grad_(p.sharded.requires_grad)
             p.hold(p.full)
@@ -194,110 +215,140 @@ class Boundary:
             p.hold(p.resting)
 
     def reshard(self) -> None:
-        """4 and 8 free: the storage goes."""
+        """4 and 7 free: the storage goes."""
         if self.state is not BufferState.SHARDED:
             self.hide()
+            while self.landings:  # nobody has used them, but they must end before their memory goes
+                self.landings.pop(0).finish(keep=False)
             for buffer in self.buffers:
-                buffer.free()
+                buffer.resize(0)
             self.state = BufferState.SHARDED
-
-    def trained(self) -> list[DedicatedParam]:
-        return [p for p in self.params if p.sharded.requires_grad]
 
 
 class Backward:
-    """One pass of the autograd engine: two cursors over the recorded order, one for each communicator.
+    """One pass of the autograd engine: two fixed lists, and how far this rank has come in each.
 
     See [Note: the order of collectives is a contract between ranks].
     """
 
     def __init__(self, task_id: int, model: DedicatedModel):
         self.task_id, self.model, self.syncs = task_id, model, model.syncs
-        self.broadcasts = list(reversed(model.completed))  # the last boundary to end is the first to be needed
-        self.reduces = list(reversed(model.entered))  # the first boundary to start has its gradients last
+        self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.broadcasts = list(reversed(model.ended))  # the last boundary to end is the first to be needed
+        self.reduces = list(reversed(model.started))  # the first boundary to start has its gradients last
         if self.syncs:  # what micro-batches under `no_sync` ran, and this one did not
-            self.reduces += [boundary for boundary in model.unreduced if boundary not in model.entered]
+            self.reduces += [boundary for boundary in model.unreduced if boundary not in model.started]
             model.unreduced = {}
-        self.broadcast_cursor = self.reduce_cursor = 0
-        self.missing = {boundary: len(boundary.trained()) for boundary in self.reduces}  # gradients yet to come
-        self.seen: set[Boundary] = set()
-        self.done: list[Boundary] = []  # all gradients are in, the buffers are still here
-        self.in_flight: list[TwoStageReduce] = []  # issued and not finished, in order
+        self.issued = 0  # of the broadcasts
+        self.closed: set[Boundary] = set()  # of the reduces
+        self.unsharded: set[Boundary] = set()  # by this backward, and not closed
+        self.in_flight: list[list[TwoStageReduce]] = []  # by boundary, in order; two at most
+        self.late: list[str] = []  # matrices
+        self.keep = True  # False after an exception: gradients are dropped
 
-    def enter(self, boundary: Boundary) -> None:
-        """Once a backward: unshard the boundary; every earlier broadcast is issued first, the next one right after."""
-        if boundary in self.seen:
+    def enter(self, boundary: Boundary, end: int | None = None) -> None:
+        """Unshard the boundary. `end`: of its call, to whose output the backward has come; what started later is over.
+
+        A call from before the record that the lists were made from closes nothing: its numbers mean nothing in them.
+        """
+        is_recorded = end is not None and end > self.model.recorded_from
+        while is_recorded and end < self._next_start():
+            self._close()
+        if boundary in self.unsharded or (is_recorded and boundary in self.closed):  # an output that was an input
             return
-        self.seen.add(boundary)
-        while self.done:  # not when the last gradient came: the inputs' may have needed the matrix after that
-            self.done.pop().reshard()
+        self.unsharded.add(boundary)
         if boundary not in self.broadcasts:  # the user kept this graph from before the last backward
             self.broadcasts.append(boundary)
-        if boundary not in self.missing:
-            self.reduces.append(boundary)
-            self.missing[boundary] = len(boundary.trained())
         position = self.broadcasts.index(boundary)
         self._issue_broadcasts(position + 1)
         boundary.finish_unshard()
-        if PREFETCH:
-            self._issue_broadcasts(position + 2)
+        self._issue_broadcasts(position + 1 + PREFETCH)
 
-    def on_gradient(self, boundary: Boundary) -> None:
-        """One more gradient is in. When all are: 7 reduce, in turn; 8 free comes with the next boundary."""
-        self.enter(boundary)  # no output of it may have had a gradient: that of a loss kept in an attribute, say
-        self.missing[boundary] -= 1
-        if self.missing[boundary] == 0:
-            if boundary.trained() == boundary.params and not self._keeps_buffers():
-                self.done.append(boundary)  # a frozen matrix may be needed until the end
-            while self.syncs and self._next_reduce_is_ready():
-                self._issue_reduce()
-            for reduction in self.in_flight:
-                if not reduction.advance():
-                    break  # in order: not past one that has to wait
-            while self.in_flight and self.in_flight[0].is_completed():  # makes room
-                self.in_flight.pop(0).finish()
+    def on_gradient(self, boundary: Boundary, fqn: str, full: nn.Parameter) -> None:
+        """A gradient is in. It must not come when its reduce has been issued."""
+        if boundary not in self.reduces:  # of a kept graph, and nothing led to the boundary's own hooks
+            self.reduces.append(boundary)
+        if self.syncs and boundary in self.closed:
+            self.late.append(fqn)
+            full.grad = None
 
-    def finish(self, keep: bool = True) -> None:
-        """The end of the backward: issue what is left on both communicators, and only then wait.
+    def finish(self) -> None:
+        """The end of the backward: issue what is left of both lists, and only then wait.
 
-        `keep=False` after an exception: the collectives still pair with the peers', the gradients are dropped.
+        After an exception, too: the collectives still pair with the peers'.
         """
+        self.reduces += [boundary for boundary in self.broadcasts if boundary not in self.reduces]  # a kept graph's
+        while len(self.closed) < len(self.reduces):
+            self._close()
         self._issue_broadcasts(len(self.broadcasts))
-        while self.syncs and self.reduce_cursor < len(self.reduces):
-            self._issue_reduce()
-        self.model.invalidate(resident=keep and self._keeps_buffers())
-        for reduction in self.in_flight:
-            reduction.start_stage_two()
-        for reduction in self.in_flight:
-            reduction.finish(keep)
-        if not self.syncs:  # instead of 7
-            self.model.keep_gradients(self.reduces) if keep else self.model.drop_gradients()
-        self.model.backward, self.model.spent = None, True
+        self.model.invalidate(resident=self.keep and self._keeps_buffers())
+        while self.in_flight:
+            self._finish_reduces()
+        if not self.syncs:  # instead of 8
+            self.model.keep_gradients(self.reduces) if self.keep else self.model.drop_gradients()
+        self.model.backward, self.model.spent, self.model.kept = None, True, self.keeps_graph and self.keep
+        if self.late and self.keep:  # raise behind FSDP2's own last callback, so that its collectives pair, too
+            torch.autograd.Variable._execution_engine.queue_callback(self._refuse_late_gradients)
+
+    def _refuse_late_gradients(self) -> None:
+        raise RuntimeError(f"the gradient of {self.late} came after its reduce was issued, and is lost: the matrix was "
+                           "used before its layer ran, or in a graph made before the last backward, beside a new one. "
+                           "Use it where its layer runs; call backward for each graph by itself")
 
     def _keeps_buffers(self) -> bool:
         """Z2 under `no_sync`: the next micro-batch finds the weights there."""
         return not self.syncs and not self.model.reshard_after_forward
 
-    def _next_reduce_is_ready(self) -> bool:
-        return self.reduce_cursor < len(self.reduces) and self.missing[self.reduces[self.reduce_cursor]] == 0
+    def _next_start(self) -> int:
+        """The first start of the boundary that is reduced next; 0 if it is not in the record, or there is none."""
+        following = self.reduces[len(self.closed) :]
+        return self.model.started.get(following[0], 0) if following else 0
 
     def _issue_broadcasts(self, end: int) -> None:
-        """5 refill: those before position `end` of the order that have not been issued."""
-        while self.broadcast_cursor < min(end, len(self.broadcasts)):
-            self.broadcasts[self.broadcast_cursor].start_unshard()
-            self.broadcast_cursor += 1
+        """5 refill: those before position `end` of the list that have not been issued."""
+        while self.issued < min(end, len(self.broadcasts)):
+            self.broadcasts[self.issued].start_unshard()
+            self.issued += 1
 
-    def _issue_reduce(self) -> None:
-        """7 reduce: one collective a buffer, without the frozen."""
-        boundary = self.reduces[self.reduce_cursor]
-        for buffer in boundary.buffers:
-            trained = [p for p in buffer.params if p.full.requires_grad]  # as its graph was built
-            for p in {*buffer.params} - {*trained}:
+    def _close(self) -> None:
+        """7 free and 8 reduce: the next boundary of the list is over.
+
+        Before that come the broadcasts that a rank has issued which came to every moment until now.
+        """
+        start, boundary = self._next_start(), self.reduces[len(self.closed)]
+        self.closed.add(boundary)
+        self._issue_broadcasts(sum(end > start for end in self.model.ended.values()) + PREFETCH)
+        if not self._keeps_buffers():
+            boundary.reshard()
+        self.unsharded.discard(boundary)
+        if self.syncs:
+            self._reduce(boundary)
+        else:
+            self.model.keep_gradients([boundary])
+
+    def _reduce(self, boundary: Boundary) -> None:
+        """One collective a buffer, without the frozen; then the second stage of the boundary before.
+
+        Packed gradients of two boundaries live at most: the last but one ends before these are packed.
+        """
+        trained = [(buffer, [p for p in buffer.params if p.full.requires_grad]) for buffer in boundary.buffers]
+        for buffer, params in trained:
+            for p in {*buffer.params} - {*params}:
                 p.waiting = None  # frozen since a micro-batch under `no_sync`
-            if trained:
-                with record_function(f"dmuon.reduce {boundary.name}"):
-                    self.in_flight.append(TwoStageReduce(trained, buffer.reduce_dtype, self.model.mesh))
-        self.reduce_cursor += 1
+        if not any(params for _, params in trained):
+            return
+        while len(self.in_flight) > 1:
+            self._finish_reduces()
+        with record_function(f"dmuon.reduce {boundary.name}"):
+            self.in_flight.append([TwoStageReduce(params, buffer.reduce_dtype, self.model.mesh)
+                                   for buffer, params in trained if params])
+        for reductions in self.in_flight[:-1]:
+            for reduction in reductions:
+                reduction.start_stage_two()
+
+    def _finish_reduces(self) -> None:
+        for reduction in self.in_flight.pop(0):
+            reduction.finish(self.keep)
 
 
 class DedicatedModel:
@@ -322,9 +373,12 @@ class DedicatedModel:
         self.forward_root: Boundary | None = None  # the outermost boundary that runs now
         self.calls: list[Boundary] = []  # this forward's boundaries, call by call
         self.expected: list[Boundary] = []  # the last forward's, which prefetch goes by
-        self.entered: dict[Boundary, None] = {}  # boundaries that await a backward, by their first start
-        self.completed: dict[Boundary, None] = {}  # the same, by their last end
-        self.spent = False  # a backward has used the two orders: the next forward records new ones
+        self.clock = 0  # counts the starts and ends of the boundaries' calls that are recorded for a backward
+        self.recorded_from = 0  # the clock when this record began
+        self.started: dict[Boundary, int] = {}  # the record: first starts, in order
+        self.ended: dict[Boundary, int] = {}  # the record: last ends, in order
+        self.spent = False  # a backward has used the record: the next forward begins a new one,
+        self.kept = False  # unless it kept its graph, which the next backward may go through beside a new one
         self.backward: Backward | None = None
         self.syncs = True  # a backward reduces; False inside `no_sync`
         self.unreduced: dict[Boundary, None] = {}  # boundaries whose gradients wait, since `no_sync`
@@ -342,7 +396,8 @@ class DedicatedModel:
             self._begin_forward(boundary)
         boundary.finish_unshard()
         if torch.is_grad_enabled():
-            self.entered.setdefault(boundary)
+            self.clock += 1
+            self.started.setdefault(boundary, self.clock)
         self.calls.append(boundary)
         now_and_next = self.expected[len(self.calls) - 1 : len(self.calls) + 1]
         if PREFETCH and len(now_and_next) == 2 and now_and_next[0] is boundary:
@@ -354,10 +409,11 @@ class DedicatedModel:
         if torch._C._current_graph_task_id() != -1:
             return
         if torch.is_grad_enabled():
+            self.clock = end = self.clock + 1
             for tensor in _grad_tensors(output):
-                tensor.register_hook(lambda gradient: self.current_backward().enter(boundary))
-            self.completed.pop(boundary, None)
-            self.completed[boundary] = None
+                tensor.register_hook(lambda gradient: self.current_backward().enter(boundary, end))
+            self.ended.pop(boundary, None)
+            self.ended[boundary] = end
         self._release(boundary)
         if boundary is self.forward_root:
             self.forward_root = None
@@ -366,14 +422,16 @@ class DedicatedModel:
 
     def _release(self, boundary: Boundary) -> None:
         """Z3 frees the buffers; Z2 keeps those that a backward, or under `no_sync` a forward, will need."""
-        needed = self.resident or boundary in self.entered and not self.spent
+        needed = self.resident or (boundary in self.started and not self.spent)
         boundary.hide() if needed and not self.reshard_after_forward else boundary.reshard()
 
     def _begin_forward(self, boundary: Boundary) -> None:
         """The outermost boundary starts. What an exception left behind, in forward or backward, ends here."""
         self.settle()
-        if self.spent and torch.is_grad_enabled():  # an eval leaves the orders to a second graph's backward
-            self.entered, self.completed, self.spent = {}, {}, False
+        if self.spent and torch.is_grad_enabled():  # an eval leaves the record to a second graph's backward
+            if not self.kept:
+                self.started, self.ended, self.recorded_from = {}, {}, self.clock
+            self.spent = False
         for stale in self.boundaries:
             self._release(stale)
         self.adopt()
@@ -382,7 +440,8 @@ class DedicatedModel:
     def settle(self) -> None:
         """Before anything that all ranks do together: finish what a backward that raised has left in flight."""
         if self.backward is not None and torch._C._current_graph_task_id() == -1:
-            self.backward.finish(keep=False)
+            self.backward.keep = False
+            self.backward.finish()
 
     def current_backward(self) -> Backward:
         """The state of the engine's current pass; made, and its end scheduled, at the first call in a pass."""
@@ -403,7 +462,7 @@ class DedicatedModel:
             boundary.hide() if resident else boundary.reshard()
 
     def keep_gradients(self, boundaries: list[Boundary]) -> None:
-        """After a backward under `no_sync`: they wait on this rank, in the dtype of the reduce."""
+        """In a backward under `no_sync`: they wait on this rank, in the dtype of the reduce."""
         self.unreduced.update(dict.fromkeys(boundaries))
         for buffer in (buffer for boundary in boundaries for buffer in boundary.buffers):
             for p in buffer.params:
@@ -431,7 +490,8 @@ class DedicatedModel:
         self.finish_replicate_broadcasts()
         for boundary in (boundary for boundary in self.boundaries if boundary.params and self.mesh.num_replicas > 1):
             with record_function(f"dmuon.replicate_broadcast {boundary.name}"):
-                boundary.arriving = replicate_broadcasts(boundary.trained(), self.mesh)
+                trained = [p for p in boundary.params if p.sharded.requires_grad]
+                boundary.arriving = replicate_broadcasts(trained, self.mesh)
 
     def finish_replicate_broadcasts(self, *_: Any) -> None:
         """Before weights are read or written in another way than by a forward."""
@@ -460,21 +520,20 @@ def _demonstrate(zero: int) -> None:
     boundaries, held = dedicated.boundaries[1:], []
 
     def look(moment: str, *_: Any) -> None:
-        tensors = [(b.buffers[0].buffer, b.buffers[0].landing) for b in boundaries]
-        held.append([sum(t.untyped_storage().nbytes() for t in pair if t is not None) for pair in tensors])
+        tensors = [[b.buffers[0].flat, *(part for x in b.landings for part in x.parts)] for b in boundaries]
+        held.append([sum(t.untyped_storage().nbytes() for t in of_layer) for of_layer in tensors])
         if dist.get_rank() == dist.get_world_size() - 1:
             print(f"Z{zero}  {moment:22} layer 1 {boundaries[1].state.name:9}, its weight has "
                   f"{layers[1][0].weight.numel():4} elements; bytes of all layers: {held[-1]}")
 
     layers[1][1].register_forward_hook(partial(look, "2 layer 1, forward"))
-    layers[2][1].register_forward_hook(partial(look, "4 in layer 2's forward"))
     layers[1][1].register_full_backward_hook(partial(look, "6 layer 1, backward"))
     loss = model(torch.ones(1, 64)).sum()
     look("4 after the forward")
     loss.backward()
-    look("8 after the backward")
+    look("7 after the backward")
     whole, kept = 64 * 64 * 4, 64 * 64 * 4 * (zero == 2)  # float32
-    assert [layer_1 for _, layer_1, _ in held] == [whole, kept, kept, whole, 0], held
+    assert [layer_1 for _, layer_1, _ in held] == [whole, kept, whole, 0], held
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -61,11 +60,10 @@ Slot = tuple[int, int]  # (shard, replicate) coordinate of an owner; replicate i
 # tests compare gradients, not losses.
 
 # [Note: the order on the replicate communicator]
-# It carries two things, in an order that all ranks of a column share. In a backward, second stages, in the order of the
-# first ones: a reduce whose first stage is over waits until those before it are (ranks see them end at different
-# times). Nothing waits for a second stage before the end of the backward, when every rank has issued all broadcasts and
-# first stages. After a step, replicate broadcasts, in model order. What users call in between (`unshard`, clipping)
-# comes in program order, like the collectives of tensor parallelism, which its ranks issue alike: they have equal data.
+# It carries two things, in an order that all ranks of a column share. In a backward these are the second stages: that
+# of one boundary is issued right after the first stage of the next boundary, as hooks.py's schedule says. After a step
+# these are the replicate broadcasts, in model order. What users call in between (`unshard`, clipping) comes in program
+# order, like the collectives of tensor parallelism, which its ranks issue alike: they have equal data.
 
 
 class SlotMesh:
@@ -81,11 +79,12 @@ class SlotMesh:
     def __init__(self, device: torch.device, shard_group: dist.ProcessGroup,
                  replicate_group: dist.ProcessGroup | None = None, tp_mesh: DeviceMesh | None = None):
         # Never FSDP2's groups: two libraries do not agree on one order of collectives, see hooks.py
-        self.broadcast_group = _own_group(shard_group, "dmuon_broadcast", device)
-        self.reduce_group = _own_group(shard_group, "dmuon_reduce", device)
+        equalise_group_counts([group for group in (shard_group, replicate_group) if group is not None], device)
+        self.broadcast_group = own_group(shard_group, "dmuon_broadcast", device)
+        self.reduce_group = own_group(shard_group, "dmuon_reduce", device)
         self.num_shards, self.num_replicas, row = shard_group.size(), 1, 0
         if replicate_group is not None:
-            self.replicate_group = _own_group(replicate_group, "dmuon_replicate", device)
+            self.replicate_group = own_group(replicate_group, "dmuon_replicate", device)
             self.num_replicas, row = replicate_group.size(), replicate_group.rank()
         self.slot: Slot = (shard_group.rank(), row)
         self.device, self.tp_mesh = device, tp_mesh
@@ -219,19 +218,7 @@ class TwoStageReduce:
                 for params, part in zip(slots, self.flat.split([sum(p.numel for p in params) for params in slots])):
                     self.stage_two += start_average(part, self.mesh.replicate_group, params[0].slot[1])
 
-    def advance(self) -> bool:
-        """Start stage two if that needs no waiting; whether it has started, and the next reduce may follow.
-
-        See [Note: the order on the replicate communicator].
-        """
-        if self.stage_two is None and all(work.is_completed() for work in self.stage_one):
-            self.start_stage_two()
-        return self.stage_two is not None
-
-    def is_completed(self) -> bool:
-        return self.stage_two is not None and all(work.is_completed() for work in self.stage_two)
-
-    def finish(self, keep: bool = True) -> None:
+    def finish(self, keep: bool) -> None:
         """Wait; at the owner add the averages to `.grad`, as autograd would; `keep=False` drops them."""
         self.start_stage_two()
         wait(self.stage_two, f"reduce of {names(self.params)} over the replicas")
@@ -306,55 +293,6 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh of a model's DTensors: before `fully_shard` they are those of tensor parallelism.
-
-    Args:
-        parameters: (FQN, parameter) pairs.
-        data_meshes: the data-parallel meshes; their dimensions are not tensor-parallel ones.
-
-    Raises:
-        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two dimensions, or is another
-            one than that of the parameters before it.
-    """
-    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
-    found = None
-    for fqn, parameter in parameters:
-        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
-            continue
-        names = parameter.device_mesh.mesh_dim_names
-        if not names or not data_names:
-            which = "data-parallel" if names else "tensor-parallel"
-            problem = f"but the {which} mesh has no names; pass slices of one init_device_mesh(..., mesh_dim_names=...)"
-        elif data_names & {*names}:
-            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
-        elif len(names) > 1 or found is not None:
-            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
-        else:
-            found = parameter.device_mesh
-            continue
-        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over {names or 'a mesh'}, {problem}")
-    return found
-
-
-def check_sharded(parameters: list[nn.Parameter], mesh: SlotMesh) -> None:
-    """Raise ValueError unless FSDP2 averages these gradients over as many ranks as DMuon does its own.
-
-    See [Note: Newton-Schulz hides a wrong divisor].
-    """
-    trained = [p for p in parameters if p.requires_grad]
-    sharded = [p for p in trained if hasattr(p, "device_mesh") and p.device_mesh != mesh.tp_mesh]
-    ranks = mesh.num_shards * mesh.num_replicas
-    if ranks > 1 and trained and not sharded:
-        raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
-    tp_names = mesh.tp_mesh.mesh_dim_names if mesh.tp_mesh is not None else ()
-    for p in sharded:
-        sizes = zip(p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim, p.device_mesh.shape)
-        if math.prod(size for name, size in sizes if name not in tp_names) != ranks:
-            raise ValueError(f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over {p.device_mesh}, "
-                             f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
 
 
 # ------------------------------------------------------------------------------------------ what all ranks agree on
@@ -440,16 +378,6 @@ def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup], devi
             local(tensor).copy_(data)
 
 
-def checksums(named: Iterable[tuple[str, Tensor]]) -> str:
-    """A line for each tensor that every rank of a tensor-parallel mesh should hold alike: one that is no DTensor."""
-    lines = []
-    for name, tensor in named:
-        if not isinstance(tensor, DTensor) and not tensor.is_meta:
-            total = local(tensor).contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).item()
-            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, bytes adding up to {total}: seed tp ranks alike")
-    return "\n".join(lines)
-
-
 # ------------------------------------------------------------------------------------------ small pieces
 
 
@@ -477,12 +405,31 @@ def start_average(tensor: Tensor, group: dist.ProcessGroup, target: int) -> list
     return [dist.reduce(tensor, op=dist.ReduceOp.AVG, group=group, group_dst=target, async_op=True)]
 
 
-def wait(works: Iterable[dist.Work], what: str) -> None:
-    """Raises RuntimeError, naming the collective, when a rank has died or the group's timeout is over."""
-    for work in works:
+@contextmanager
+def one_launch(group: dist.ProcessGroup, device: torch.device, works: list[dist.Work]) -> Iterator[None]:
+    """Collectives inside are one launch where the backend can do that, on NCCL; `works` is then what to wait for.
+
+    gloo must not be asked: after the refusal its group silently does nothing any more.
+    """
+    if not on_nccl(device):
+        yield
+        return
+    with dist._coalescing_manager(group, device, async_ops=True) as launch:  # private: NCCL's group call, no other way
+        yield
+    works[:] = [launch]
+
+
+def wait(works: list[dist.Work], what: str) -> None:
+    """Wait for the works and forget them: a work keeps its tensors alive, also when it is over.
+
+    On gloo this blocks, and raises RuntimeError, naming the collective, when a rank has died or the group's timeout is
+    over. On NCCL it makes the current stream wait and returns at once: it cannot raise, and after the timeout NCCL's
+    watchdog ends the process with a message of its own.
+    """
+    while works:
         try:
             with record_function(f"dmuon.wait {what}"):
-                work.wait()
+                works.pop(0).wait()
         except RuntimeError as error:
             raise RuntimeError(f"dmuon: the {what} did not end: another rank has died, hangs, or is elsewhere "
                                f"({error})") from error
@@ -503,10 +450,34 @@ def local(tensor: Tensor) -> Tensor:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _own_group(group: dist.ProcessGroup, name: str, device: torch.device) -> dist.ProcessGroup:
+def on_nccl(device: torch.device) -> bool:
+    return dist.group.WORLD._get_backend(device).name() == "nccl"  # private: `dist.get_backend` names one of several
+
+
+def equalise_group_counts(groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Let all ranks of the mesh, whose groups these are, hold equally many process groups.
+
+    `dist.new_group` among some ranks takes a name from them and from how many groups this rank holds already. Ranks
+    that have made groups of their own would come with different names and wait for each other for ever. So those that
+    hold fewer make groups of themselves alone. Nobody outside of the mesh takes part.
+    """
+    held = dist.distributed_c10d._world.pg_names  # private, and the very dict that `new_group` counts
+    most = torch.tensor(len(held), device=device)
+    for group in groups:  # along the row, then along the column
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    while len(held) < most.item():
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def own_group(group: dist.ProcessGroup, name: str, device: torch.device) -> dist.ProcessGroup:
+    """The same ranks as a group of our own, made by them alone, its communicator built now and not in a backward."""
+    ranks, how = dist.get_process_group_ranks(group), {}
     timeout = dist.group.WORLD._get_backend(device).options._timeout  # private: else it is torch's, half an hour
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name)
+    if on_nccl(device):  # what is sent must not queue behind the kernels that it hides behind
+        how = dict(backend="nccl", pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
+    own = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name, **how)
+    dist.all_reduce(torch.zeros(1, device=device), group=own)
+    return own
 
 
 # ------------------------------------------------------------------------------------------ the demonstration
@@ -522,7 +493,7 @@ def _demonstrate() -> None:
     reduce = TwoStageReduce([p], torch.float32, mesh)
     wait(reduce.stage_one, "stage one")
     held = [float(rank), reduce.flat[0].item() if p.in_column else "-"]
-    reduce.finish()
+    reduce.finish(keep=True)
     held += [p.sharded.grad[0, 0].item() if p.is_owner else "-"]
     p.sharded.data.fill_(7 if p.is_owner else 0)  # what a step would do
     held += p.sharded.flatten()[:1].tolist()  # a placeholder has none

@@ -36,7 +36,9 @@ Nothing comes before this file and it imports nothing of the project; `partition
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -67,6 +69,7 @@ POLAR_EXPRESS_COEFFICIENTS = tuple(
 )
 
 BATCH_NUMEL = {"cpu": 2**18, "cuda": 2**27}  # elements; scratch is a few times that, in the same blocks each time
+NORM_NUMEL = {"cpu": 2**16, "cuda": 2**22}  # elements of which a norm has a float64 copy at a time
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -161,8 +164,9 @@ def tensor_parallel_newton_schulz(
         s < d   R would be the large d x d one. All ranks gather the small matrix, run NS on all of it and keep their
                 shard: f s d elements, 4 (1 + k) s^2 d + (34 - 6 k) s^3 FLOPs (less than 1.5 s: direct).
 
-    The Gram way needs no restart, because R, Q and QX are float32 at least: 16 bits lose a long matrix (0.1 of its
-    norm). A step's norms travel in one float64 all-reduce more. Raises what `newton_schulz` raises.
+    The Gram way needs no restart, because R, Q and QX are float32 at least, also where the user allows TF32. 16 bits
+    lose a long matrix (0.1 of its norm), and TF32 without a restart leaves singular values of 1.6 in hard ones; a
+    restart would be another all-reduce. A step's norms travel in one float64 all-reduce more. Raises what `newton_schulz` raises.
     """
     mesh, placements = G.device_mesh, G.placements
     if not sums_grams(G):
@@ -172,7 +176,8 @@ def tensor_parallel_newton_schulz(
     shard, is_tall = G.to_local(), sharded_dim(G) == -2
     wide = torch.float64 if (dtype or G.dtype) == torch.float64 else torch.float32
     X, triples = _enter(shard, coefficients, steps, eps, wide, norm, is_tall)
-    X = gram_iterations(X, triples, default_restarts(X, steps), mesh.get_group())
+    with full_float32(X):
+        X = gram_iterations(X, triples, default_restarts(X, steps), mesh.get_group())
     return DTensor.from_local(_leave(X, shard, is_tall), mesh, placements, run_check=False, shape=G.shape,
                               stride=G.stride())
 
@@ -187,14 +192,21 @@ def equal_shapes(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     large ones do not: a batch of them leaves the cache. The result has the same bits. One that tensor parallelism has
     cut is alone.
     """
-    found, open_batches = [], {}  # by kind, the batch that takes the next one
+    kind = lambda p: (p.shape, p.dtype, getattr(p, "placements", None), sharded_dim(p) is not None and id(p))
+    return batches(parameters, kind)
+
+
+def batches(parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]) -> list[list[Tensor]]:
+    """Parameters of one kind together, up to BATCH_NUMEL elements; a larger one is alone."""
+    found, open_batches = [], {}  # by kind, the batch that takes the next one, and its elements
     for p in parameters:
-        kind = (p.shape, p.dtype, getattr(p, "placements", None))
-        batch = open_batches.get(kind) if sharded_dim(p) is None else None
-        if batch is None or (len(batch) + 1) * p.numel() > BATCH_NUMEL["cuda" if p.is_cuda else "cpu"]:
-            batch = open_batches[kind] = []
+        batch, numel = open_batches.get(kind(p), ([], 0))
+        numel += p.numel()
+        if not batch or numel > BATCH_NUMEL["cuda" if p.is_cuda else "cpu"]:
+            batch, numel = [], p.numel()
             found.append(batch)
         batch.append(p)
+        open_batches[kind(p)] = batch, numel
     return found
 
 
@@ -261,6 +273,17 @@ def gram_factor(R: Tensor, triples: Triples) -> Tensor:
     return Q.reshape(shape)
 
 
+@contextmanager
+def full_float32(X: Tensor) -> Iterator[None]:
+    """Products of float32 have all their bits inside, whatever TF32 or bfloat16 the user allows for them."""
+    matmul = (torch.backends.cuda if X.is_cuda else torch.backends.mkldnn).matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 def default_restarts(X: Tensor, steps: int) -> tuple[int, ...]:
     """() for five steps in full precision, else enough for the dtype that X is iterated in."""
     backend = torch.backends.cuda if X.is_cuda else torch.backends.mkldnn
@@ -275,7 +298,20 @@ def default_restarts(X: Tensor, steps: int) -> tuple[int, ...]:
 
 def frobenius_norm(G: Tensor) -> Tensor:
     """The norm of each matrix, (..., 1, 1), in float64: squares of float32 overflow from 1e19 on."""
-    return torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    return float64_norm(G, 2.0)
+
+
+def float64_norm(G: Tensor, order: float) -> Tensor:
+    """The norm of this order over the elements of each matrix, (..., 1, 1) in float64.
+
+    torch makes a float64 copy of what it is given. Given some rows at a time, it copies these only.
+    """
+    norm = partial(torch.linalg.vector_norm, ord=order, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    most = NORM_NUMEL["cuda" if G.is_cuda else "cpu"]
+    if G.dtype == torch.float64 or G.numel() <= most:
+        return norm(G)
+    rows = max(1, most * G.shape[-2] // G.numel())
+    return norm(torch.cat([norm(part) for part in G.split(rows, dim=-2)], dim=-2))
 
 
 def normalize(G: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

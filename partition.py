@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # planning needs no torch, and choosing goes by names and sha
     from torch import nn
 
 UNIT_NUMEL = 65536  # elements; below it a broadcast costs its latency, so small matrices of a layer share one message
+FLOAT32_PRICE = 15  # FLOPs of 16 bits that an H100 does in the time of one of float32, by its data sheet: 989 / 67
 
 
 # ------------------------------------------------------------------------------------------ the assignment
@@ -464,13 +465,16 @@ def tensor_parallel_cost(shape: Sequence[int], dim: int | None, ranks: int) -> t
 
     dim is -2, -1 or None: not cut. The two ways are those of `newton_schulz.tensor_parallel_newton_schulz`.
     """
-    if dim is None or ranks == 1:
-        return ns_flops(shape), 0
-    long, d, share = shape[dim], shape[-3 - dim], (ranks - 1) / ranks
-    if long < d:
-        return ns_flops(shape), share * prod(shape)
-    experts = prod(shape[:-2])
+    share = (ranks - 1) / ranks
+    if not _sums_grams(shape, dim, ranks):
+        return ns_flops(shape), share * prod(shape) if dim else 0
+    long, d, experts = shape[dim], shape[-3 - dim], prod(shape[:-2])
     return experts * (34 * d**3 + 4 * d * d * long / ranks), experts * 2 * share * (d * d + 1)  # Gram and norm
+
+
+def _sums_grams(shape: Sequence[int], dim: int | None, ranks: int) -> bool:
+    """Whether the ranks sum their Gram matrices, and then compute in float32: the cut dimension is the long one."""
+    return dim is not None and ranks > 1 and shape[dim] >= shape[-3 - dim]
 
 
 def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterator[str]:
@@ -489,13 +493,14 @@ def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterat
     yield f"{model}: {sum(map(prod, shapes.values())):,} elements in matrices, {rest:,} elsewhere"
     yield f"mesh: replicate {replicate} x shard {shard} x tp {tp} = {slots * tp:,} ranks; {tokens:,} tokens a step"
     yield ownership_map(shapes, layers, owners, slots, num_replicas=replicate)
-    numel, costs, sent, active = {}, {}, 0, 0
+    numel, costs, prices, sent, active = {}, {}, {}, 0, 0
     for name, shape in shapes.items():
         dim = None if "router" in name else -1 if name.endswith((".o.weight", ".down.weight")) else -2
         if dim and shape[dim] % tp:
             raise ValueError(f"tp={tp}: does not divide {shape[dim]}, a size of {name} {shape}")
         numel[name] = prod(shape) // (1 if dim is None else tp)
         costs[name], elements = tensor_parallel_cost(shape, dim, tp)
+        prices[name] = costs[name] * (FLOAT32_PRICE if _sums_grams(shape, dim, tp) else 1)
         sent += elements / slots
         active += prod(shape) * (experts / shape[0] if len(shape) == 3 else 1)
     matrices = sum(numel.values())
@@ -514,9 +519,13 @@ def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterat
              "AdamW's": 8 * own, "full matrices in Z2": 2 * matrices, "of two layers in Z3": 4 * max(in_layer.values())}
     yield "GiB of the fullest rank between steps (float32), and of full matrices within (bfloat16)"
     yield "  " + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items())
-    share = max(flops) / (6 * active * tokens / (slots * tp))
-    yield (f"a rank's NS FLOPs: {_spread(flops)}; the slowest: {share:.2%} of its forward and backward (6 FLOPs a "
-           "token and active matrix element)")
+    own_flops = 6 * active * tokens / (slots * tp)
+    yield (f"a rank's NS FLOPs: {_spread(flops)}; the slowest: {max(flops) / own_flops:.2%} of its forward and "
+           "backward (6 FLOPs a token and active matrix element)")
+    if tp > 1:
+        slowest = max(_per_slot(prices, owners, slots)) / own_flops
+        yield (f"  and {slowest:.1%} of its time, if a float32 FLOP, as of summed Gram matrices, takes as long as "
+               f"{FLOAT32_PRICE} of 16 bits")
 
 
 def _demonstrate() -> None:

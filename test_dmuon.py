@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import graphlib
 import io
 import itertools
 import json
@@ -753,16 +754,35 @@ def test_every_rank_finds_the_same_owners():
         assert there.stdout.strip() == here, there.stderr
 
 
-def test_a_thousand_slots_take_a_fraction_of_a_second():
-    """Llama-3-405B's 882 matrices over 1,024 slots are planned in below a second, the best of three times."""
-    shapes, layers = partition.model_shapes("llama3-405b")
-    times = []
-    for _ in range(3):  # other processes may slow one down
-        start = time.process_time()
-        owners = partition.assign_owners(shapes, layers, 1024)
-        times.append(time.process_time() - start)
-    assert min(times) < 1
-    assert len(set(owners.values())) == 882
+def calls_of(function: Callable) -> int:
+    """How many functions run, Python's own and those written in C: a measure of work that no other process changes."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_planning_grows_with_the_matrices_times_the_slots():
+    """Twice the layers or twice the slots are about twice the work, so that 1,024 slots are planned in no time."""
+
+    def work(num_layers, num_slots):
+        shapes, layers = partition.model_shapes("llama3-405b")
+        kept = {name: shape for name, shape in shapes.items() if int(layers[name].rpartition(".")[2]) < num_layers}
+        return calls_of(lambda: partition.assign_owners(kept, {name: layers[name] for name in kept}, num_slots))
+
+    once = work(8, 64)
+    assert 1.5 * once < work(16, 64) < 2.5 * once
+    assert 1.5 * once < work(8, 128) < 2.5 * once
+    owners = partition.assign_owners(*partition.model_shapes("llama3-405b"), 1024)
+    assert len(set(owners.values())) == len(owners) == 882
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 8, 16, 64, 1024])
@@ -869,7 +889,8 @@ def test_the_plan_adds_up_rank_by_rank(model, shard, replicate, tp):
     """Every printed figure equals one made here by going through all ranks and matrices, whatever the formulas are."""
     shapes, layers = partition.model_shapes(model)
     rest, owners = partition._MODELS[model][1], partition.assign_owners(shapes, layers, shard * replicate, replicate)
-    slots, numel, sent, flops, layer = range(shard * replicate), {}, Counter(), Counter(), Counter()
+    slots, numel, sent, layer = range(shard * replicate), {}, Counter(), Counter()
+    flops, price = Counter(), Counter()
     work = whole_elements = 0
     for name, shape in shapes.items():
         is_cut, kind = "router" not in name and tp > 1, name.split(".")[-2]
@@ -883,9 +904,11 @@ def test_the_plan_adds_up_rank_by_rank(model, shard, replicate, tp):
         if is_cut and not gathers:
             sent[owners[name]] += E * (2 * d * d + 2) * (tp - 1) / tp
             flops[owners[name]] += E * (34 * d**3 + 4 * d * d * s / tp)
+            price[owners[name]] += 15 * E * (34 * d**3 + 4 * d * d * s / tp)
         else:
             sent[owners[name]] += prod(shape) * (tp - 1) / tp * gathers
             flops[owners[name]] += partition.ns_flops(shape)
+            price[owners[name]] += partition.ns_flops(shape)
     held = Counter()  # by (slot, what)
     for slot in slots:
         for name, owner in owners.items():
@@ -911,6 +934,8 @@ def test_the_plan_adds_up_rank_by_rank(model, shard, replicate, tp):
     loads = [flops[slot] for slot in slots]
     share = max(loads) / (6 * work * 10**6 / (len(slots) * tp))
     assert f"max/mean {max(loads) * len(loads) / sum(loads):.3f}; the slowest: {share:.2%} of its forward" in text
+    priced = max(price.values()) / (6 * work * 10**6 / (len(slots) * tp))
+    assert (f"  and {priced:.1%} of its time" in text) == (tp > 1)
 
 
 @pytest.mark.parametrize("model, idle", [("gpt2", 56), ("llama3-70b", 0), ("qwen3-30b-a3b", 0)])
@@ -1498,8 +1523,190 @@ class WideCheckpoint(Net):
         return self.head(x)
 
 
+# ------------------------------------------------------------------------- hooks.py, one order for all collectives
+
+
+class Choosy(Net):
+    """Every layer's third matrix serves one rank's data only; the outputs of all layers are used by all."""
+
+    class ChoosyBlock(Block):
+        source = rank = 0
+
+        def forward(self, x):
+            hidden = torch.tanh(self.maps[1](torch.tanh(self.maps[0](self.norm(x)))))
+            return x + (self.maps[2](hidden) if self.rank == self.source else hidden[..., :8])
+
+    def __init__(self):
+        super().__init__(Choosy.ChoosyBlock)
+        for i, layer in enumerate(self.layers):
+            layer.source = i % 2
+
+    def forward(self, tokens):
+        for layer in self.layers:
+            layer.rank = tokens[0, 0].item()
+        return super().forward(tokens)
+
+
+class Nested(Net):
+    """A boundary with matrices inside each boundary with matrices; the inner one runs in the middle of the outer."""
+
+    class NestedBlock(Block):
+        def __init__(self, *widths: int):
+            super().__init__(*widths)
+            self.inner = Choosy.ChoosyBlock(8, 12, 16)
+
+        def forward(self, x):
+            return super().forward(self.inner(super().forward(x)))
+
+    def __init__(self):
+        super().__init__(Nested.NestedBlock)
+
+
+class SelectiveLooped(SelectiveNet):
+    """SelectiveNet whose first two layers run twice."""
+
+    def forward(self, tokens):
+        rank = tokens[0, 0].item()
+        x = self.embed(tokens)
+        for layer in (*self.layers, *self.layers[:2]):
+            x, _ = layer(x, rank)
+        return self.head(x)
+
+
+class Launches(TorchDispatchMode):
+    """The group of every collective that this rank issues, FSDP2's and DTensor's as well, in the order of issue."""
+
+    def __init__(self):
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = operator.__name__.split(".")[0]
+        if operator.namespace in ("c10d", "_c10d_functional") and not re.search("wait|wrap", name):
+            groups = [dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject)
+                      and "ProcessGroup" in str(arg._type())]
+            group, = {group.group_name for group in groups} or {args[-1]}
+            self.log.append((group, name))
+        return operator(*args, **(kwargs or {}))
+
+
+def assert_one_order(logs: list[list[tuple[str, str]]]) -> None:
+    """There is one order of all launches on all communicators that every rank's own order is a part of.
+
+    A node is a launch: a group, and how many there were before on it. An edge goes from each launch of a rank to its
+    next one. NCCL may hang exactly if there is a cycle.
+    """
+    graph, kinds = graphlib.TopologicalSorter(), {}
+    for log in logs:
+        count, before = Counter(), None
+        for group, kind in log:
+            node = group, count[group]
+            count[group] += 1
+            assert kinds.setdefault(node, kind) == kind, (node, kind)
+            graph.add(node, *([before] if before else []))
+            before = node
+    graph.prepare()  # raises CycleError
+
+
+def recorded(rank: int, layout: str, zero: int, make: Callable, steps: int = 2, accumulate: bool = False) -> tuple:
+    """Train and eval; the record of the steps, and the launches of each."""
+    tp = tp_size(layout)
+    options = {}
+    if make is Nested:
+        options["hook_boundary_predicate"] = lambda module: isinstance(module, Block)
+    model = shard(net(make=make), zero, layout, **options)
+    optimizer, record, log = dmuon.Muon(model, **OPTIONS), [], []
+    for step in batches(dist.get_world_size() // tp, steps):
+        batch = step[rank // tp]
+        with Launches() as launches:
+            optimizer.zero_grad()
+            with dmuon.no_sync(model) if accumulate else contextlib.nullcontext():
+                loss = loss_of(model, batch)
+                loss.backward()
+            if accumulate:
+                loss_of(model, batch).backward()
+            optimizer.step()
+            with torch.no_grad():
+                loss_of(model, batch)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        seen = snapshot(model, optimizer)
+        record.append({**seen, "loss": mean.item() / dist.get_world_size()})
+        log.append(launches.log)
+    return record, log
+
+
+ORDERS = [("4", Net, False), ("4", Choosy, False), ("4", SelectiveNet, False), ("2", Looped, False),
+          ("4", SelectiveLooped, False), ("2", Nested, False), ("2", OuterCheckpoint, False), ("2", WideCheckpoint, False),
+          ("4", Choosy, True), ("2x2", Net, False), ("2x2", Choosy, False), ("2x2", SelectiveNet, False),
+          ("2x2", SelectiveLooped, False), ("2x2", Nested, False), ("2x2", Choosy, True), ("2x2", SelectiveNet, True),
+          ("2 tp2", Net, False), ("2 tp2", Choosy, False), ("2 tp2", Choosy, True)]
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_all_ranks_issue_one_order_over_all_communicators(zero, spread):
+    """Whatever a rank's data uses, and also under `no_sync`: no cycle in the launches of any step, FSDP2's included."""
+
+    def law(rank):
+        return [recorded(rank, layout, zero, make, accumulate=accumulate)[1] for layout, make, accumulate in cases]
+
+    for ranks in (2, 4):
+        cases = [case for case in ORDERS if prod(LAYOUTS[case[0]].values()) == ranks]
+        for case, logs in zip(cases, zip(*run(ranks, law)), strict=True):
+            for step in zip(*logs):
+                assert_one_order(step)
+
+
+@pytest.mark.parametrize("layout, make", [("4", Choosy), ("2x2", Choosy), ("2x2", SelectiveNet), ("2 tp2", Choosy)])
+def test_packed_gradients_of_two_boundaries_at_most_are_alive(layout, make, spread, monkeypatch):
+    """Of what this rank does not own; also where the last layer's matrix has no gradient on a rank."""
+
+    def law(rank):
+        counts, alive = [], weakref.WeakKeyDictionary()
+        original = hsdp.TwoStageReduce.__init__
+
+        def counted(self, params, *args):
+            original(self, params, *args)
+            if not params[0].is_owner:  # whose `.grad` the packed tensor may become
+                alive[self.flat.untyped_storage()] = params[0].fqn.split(".")[1]
+            gc.collect()
+            deadline = time.monotonic() + 5  # gloo's thread drops a tensor a moment after the wait for it is over
+            while len({*alive.values()}) > 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            counts.append(len({*alive.values()}))
+
+        monkeypatch.setattr(hsdp.TwoStageReduce, "__init__", counted)
+        tp = tp_size(layout)
+        model = shard(net(make=make), layout=layout)
+        for step in batches(4 // tp, 2):
+            loss_of(model, step[rank // tp]).backward()
+        return max(counts)
+
+    assert max(run(4, law)) == 2
+
+
+def test_stage_two_overlaps_the_backward(spread):
+    """On 2x2 the second stage of a layer is issued right after the next layer's first stage, not at the end."""
+
+    def law(rank):
+        descriptions = {}
+        model = shard(net(), layout="2x2")
+        for group in model._dmuon.mesh.groups():
+            descriptions[group.group_name] = group.group_desc
+        loss_of(model, batches(4, 1)[0][rank]).backward()
+        with Launches() as launches:
+            loss_of(model, batches(4, 1)[0][rank]).backward()
+        reduces = [descriptions[group] for group, name in launches.log if name == "reduce_"]
+        return [stage for stage, _ in itertools.groupby(reduces)]
+
+    for order in run(4, law):  # 2 1, second of 2, 0, second of 1 and 0
+        assert order == ["dmuon_reduce", "dmuon_replicate"] * 2, order
+
+
 class Late:
-    """A collective whose result is NaN until it is waited for."""
+    """A collective whose result is NaN until it is waited for; nobody may ask whether it is over."""
 
     def __init__(self, collective: Callable, tensor: Tensor, *args, **options):
         self.tensor, self.result = tensor, tensor.clone()
@@ -1507,46 +1714,153 @@ class Late:
         tensor.fill_(math.nan)
 
     def is_completed(self) -> bool:
-        return False
+        raise AssertionError("what a poll says differs between ranks")
 
     def wait(self) -> None:
         self.work.wait()
         self.tensor.copy_(self.result)
 
 
-@pytest.mark.parametrize("zero", [3, 2])
-@pytest.mark.parametrize("layout, make", [("2", Net), ("2", SelectiveNet), ("2", Looped), ("2", WideCheckpoint),
-                                          ("2x2", Net), ("2x2", SelectiveNet), ("2 tp2", Net)])
-def test_every_collective_is_waited_for_before_its_result_is_used(layout, make, zero, spread, monkeypatch):
-    """Broadcasts and reduces that leave NaN until the last moment: the numbers of one process (C12)."""
-    for name in ("broadcast", "reduce"):
-        def late(tensor, *args, _collective=getattr(dist, name), **options):
-            delay = options.get("async_op") and tensor.is_floating_point()
-            return (partial(Late, _collective) if delay else _collective)(tensor, *args, **options)
+class Delayed(Late):
+    """The same, and both the issue and the wait take a while, another one on every rank."""
 
-        monkeypatch.setattr(dist, name, late)
-    exact_layout(layout, zero, 3, make)
-
-
-class Fickle:
-    """A collective that now and then, otherwise on every rank, does not say that it is over."""
-
-    def __init__(self, work):
-        self.work, self.random = work, random.Random(os.getpid() + id(work))
-
-    def is_completed(self) -> bool:
-        return self.random.random() < 0.5 and self.work.is_completed()
+    def __init__(self, *args, **options):
+        self.random = random.Random(os.getpid() + args[1].numel())
+        time.sleep(0.004 * self.random.random())
+        super().__init__(*args, **options)
 
     def wait(self) -> None:
-        self.work.wait()
+        time.sleep(0.004 * self.random.random())
+        super().wait()
 
 
+@pytest.mark.parametrize("zero", [3, 2])
+@pytest.mark.parametrize("layout, make", [("2", Net), ("2", Looped), ("2", WideCheckpoint), ("2", Nested),
+                                          ("4", SelectiveNet), ("2x2", Choosy), ("2x2", SelectiveNet),
+                                          ("2 tp2", Choosy)])
+def test_when_a_collective_is_over_changes_neither_bits_nor_order(layout, make, zero, spread, monkeypatch):
+    """Broadcasts and reduces that leave NaN until the last moment, or are late at random: the same bits (C12)."""
+
+    def law(rank):
+        results = [recorded(rank, layout, zero, make)]
+        for double in (Late, Delayed):
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("broadcast", "reduce"):
+                    def late(tensor, *args, _collective=getattr(dist, name), **options):
+                        delay = options.get("async_op") and tensor.is_floating_point()
+                        return (partial(double, _collective) if delay else _collective)(tensor, *args, **options)
+
+                    patch.setattr(dist, name, late)
+                results.append(recorded(rank, layout, zero, make))
+        names = {}  # groups are new for every model
+        orders = [[[(names.setdefault((i, group), len([n for n in names if n[0] == i])), kind) for group, kind in step]
+                   for step in log] for i, (_, log) in enumerate(results)]
+        assert orders[0] == orders[1] == orders[2]
+        return [record for record, _ in results]
+
+    for records in zip(*(merged(results) for results in zip(*run(prod(LAYOUTS[layout].values()), law)))):
+        assert_same(list(records)[1:], [records[0]] * 2, tolerance=0.0)
+
+
+@pytest.mark.parametrize("zero", [3, 2])
 @pytest.mark.parametrize("make", [Net, SelectiveNet])
-def test_what_is_over_first_does_not_change_the_order_of_collectives(make, spread, monkeypatch):
-    """Reduces that ranks see end in different orders: the second stages still pair, and the numbers are the same."""
-    original = dist.reduce
-    monkeypatch.setattr(dist, "reduce", lambda *args, **options: Fickle(original(*args, **options)))
-    exact_layout("2x2", 3, 4, make)
+def test_graphs_may_be_walked_in_any_order(make, zero, spread):
+    """A kept graph beside a new one; backwards some forwards behind, as in a pipeline: each gradient once."""
+
+    def law(rank, parallel):
+        model, seen = net(make=make), []
+        if parallel:
+            shard(model, zero)
+        data = [step if not parallel else [step[rank]] for step in batches(2, 8)]
+        loss = lambda i: sum(loss_of(model, batch) for batch in data[i]) / len(data[i])
+
+        def look():
+            own = dmuon.owned_params(model).items() if parallel else model.named_parameters()
+            seen.append({n: p.grad.clone() for n, p in own if p.grad is not None and (parallel or is_matrix(n))})
+
+        kept = loss(0)
+        kept.backward(retain_graph=True)
+        (kept + loss(1)).backward()
+        look()
+        losses = [loss(0), loss(1), loss(2)]
+        losses[0].backward()
+        losses.append(loss(3))
+        for other in losses[1:]:
+            other.backward()
+        look()
+        kept = loss(4)
+        kept.backward(retain_graph=True)
+        other = loss(5)
+        kept.backward()
+        other.backward()
+        look()
+        return seen
+
+    expected = run(1, law, False)[0]
+    for step, both in enumerate(zip(*run(2, law, True))):
+        got = both[0] | both[1]
+        for name, grad in expected[step].items():
+            assert torch.allclose(got[name], grad, rtol=1e-10, atol=1e-12), (step, name)
+
+
+class Stashing(Net):
+    """Its first layer uses the last one's whole matrix of an earlier forward, where the model says so."""
+
+    stash = ()  # a tuple, lest it become a parameter of the model
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        y = self.layers[0](x)
+        for weight in self.stash:
+            y = y + F.linear(x.detach(), weight)[..., :8]
+        for layer in self.layers[1:]:
+            y = layer(y)
+        return self.head(y)
+
+
+def test_a_gradient_that_comes_after_its_reduce_is_an_error(spread):
+    """It names the matrix, at the end of the backward of the rank that sees it; the others finish, and all train on."""
+
+    def law(rank):
+        model, batch = shard(net(make=Stashing), zero=2), batches(2, 1)[0][rank]
+        handle = model.layers[2].maps[0].register_forward_hook(lambda module, *_: kept.append(module.weight))
+        kept = []
+        with dmuon.no_sync(model):
+            loss_of(model, batch).backward()
+        handle.remove()
+        model.stash = kept[:1] if rank == 0 else ()
+        loss = loss_of(model, batch)
+        model.stash = ()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="gradient of .'layers.2.maps.0.weight'. came after its reduce"):
+                loss.backward()
+        else:
+            loss.backward()
+        model.zero_grad()
+        kept.clear()
+        loss_of(model, batch).backward()
+        return snapshot(model)["grads"]
+
+    def joint(rank, zero):
+        model, batch = shard(net(), zero), batches(2, 1)[0][rank]
+        first, second = loss_of(model, batch), loss_of(model, batch)
+        first.backward()
+        with pytest.raises(RuntimeError, match="gradient of .'layers.2.maps.*'. came after its reduce"):
+            (second + loss_of(model, batch)).backward()
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        return snapshot(model)["grads"]
+
+    def one(rank):
+        model = net()
+        sum(loss_of(model, batch) for batch in batches(2, 1)[0]).div(2).backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    expected = run(1, one)[0]
+    for results in (run(2, law), run(2, joint, 3), run(2, joint, 2)):
+        for name, grad in (results[0] | results[1]).items():
+            if is_matrix(name):  # FSDP2's own have gone on adding up
+                assert torch.allclose(grad, expected[name], rtol=1e-10, atol=1e-12), name
 
 
 class Failure(Exception):
@@ -2077,44 +2391,164 @@ def test_a_model_that_is_dropped_is_freed(spread):
 
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of all packed buffers, broadcasts and reduces in flight that have storage now."""
-    buffers = [buffer for boundary in model._dmuon.boundaries for buffer in boundary.buffers]
-    tensors = [t for b in buffers for t in (b.buffer, b.landing) if t is not None]
-    tensors += [reduce.flat for reduce in (model._dmuon.backward.in_flight if model._dmuon.backward else [])]
+    boundaries = model._dmuon.boundaries
+    tensors = [buffer.flat for boundary in boundaries for buffer in boundary.buffers]
+    tensors += [part for boundary in boundaries for landing in boundary.landings for part in landing.parts]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+def live_bytes() -> int:
+    """Bytes of the storages of all live tensors of this process: it does not know who made them or who holds them."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    tensors = [local(t) for t in tensors if not t.is_meta]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def settles(bytes_of: Callable[[], int], most: float) -> int:
+    """The bytes, after at most five seconds: gloo's thread drops a tensor a moment after the wait for it is over."""
+    deadline = time.monotonic() + 5
+    while bytes_of() > most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bytes_of()
+
+
+class Wide(Net):
+    """Wide enough for one per cent to be less than a matrix, float32."""
+
+    def __init__(self):
+        super().__init__(Block, ((8, 96, 160), (8, 160, 96), (8, 96, 160)))
+
+
 @pytest.mark.parametrize("zero", [3, 2])
-def test_a_rank_holds_its_share_and_no_full_matrix_after_a_step(zero, spread):
-    """Owned data + gradient + momentum are what the partition says, placeholders are empty, no buffer has storage."""
+@pytest.mark.parametrize("layout", ["4", "2x2", "2 tp2"])
+def test_a_rank_holds_its_share_and_nothing_else(layout, zero, spread, tmp_path):
+    """All live tensors of the process together are what the owners say, to within 1 %, whatever came before.
+
+    At rest: weights of the rank's shard column, momenta of its slot, FSDP2's padded shards and AdamW's two states and
+    step. Under `no_sync`, beside that whole gradients, and in Z2 whole weights; in `unshard`, what the rank lacks.
+    """
+    size = lambda tensors: sum(4 * local(t).numel() for t in tensors)
 
     def law(rank):
-        model = shard(net(), zero)
+        tp, failing = tp_size(layout), [False]
+        batch = [t.float() if t.is_floating_point() else t for t in batches(4 // tp, 1)[0][rank // tp]]
+        gc.freeze()  # what is there already is not looked at again
+        before = live_bytes()
+        model = net(torch.float32, Wide)
+        shapes = {n: p.shape for n, p in model.named_parameters()}
+        model = shard(model, zero, layout)
         optimizer = dmuon.Muon(model, **OPTIONS)
-        persistent = []
-        for step in batches(4, 2):
-            optimizer.zero_grad()
-            loss_of(model, step[rank]).backward()
-            assert stored_bytes(model) == 0
-            optimizer.step()
-            with torch.no_grad():
-                model(step[rank][0])
-            assert stored_bytes(model) == 0
-            owned = dmuon.owned_params(model)
-            held = [p for n, p in model.named_parameters() if n in dmuon.owners(model)]
-            tensors = [*held, *(p.grad for p in owned.values())]
-            tensors += [optimizer.state[p]["momentum_buffer"] for p in owned.values()]
-            assert all(p.grad is None and p not in optimizer.state for p in held if not p.numel())
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-            storages.pop(0, None)
-            persistent.append(sum(storages.values()))
-        numels = {n: p.numel() for n, p in net().named_parameters()}
-        share = sum(numels[n] for n, slot in dmuon.owners(model).items() if slot == (rank, 0))
-        assert persistent == [3 * 8 * share] * 2, (persistent, share)
-        return share, sum(numels[n] for n in dmuon.owners(model))
+        slots, slot = dmuon.owners(model), model._dmuon.mesh.slot
+        matrix = {n: 4 * shapes[n].numel() // (1 if "maps.2" in n else tp) for n in slots}  # `shard` cuts the others
+        rows = LAYOUTS[layout]["shard"]
+        rest = [(n, p) for n, p in model.named_parameters() if n not in slots]
+        share = sum(matrix[n] * ((slots[n][0] == slot[0]) + (slots[n] == slot)) for n in slots)  # weights and momenta
+        share += sum(4 * -(-shapes[n][0] // rows) * shapes[n][1:].numel() for n, _ in rest)  # FSDP2 pads
+        share += 2 * size(p for _, p in rest) + 4 * len(rest)
 
-    shares = run(4, law)
-    assert sum(share for share, _ in shares) == shares[0][1]
-    assert max(share for share, _ in shares) <= 1.5 * shares[0][1] / 4  # nine matrices of three sizes on four ranks
+        def fail(*_):
+            if failing[0]:
+                raise Failure
+
+        model.layers[1].maps[0].register_full_backward_hook(fail)
+
+        def step():
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def rest_now():
+            optimizer.zero_grad()
+            model.state_dict()  # lets replicate broadcasts arrive
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+        def is_share(extra=0, when=""):
+            expected = share + extra
+            held = settles(lambda: live_bytes() - before, 1.01 * expected)
+            assert abs(held - expected) <= 0.01 * expected, (when, held, share, extra)
+
+        for _ in range(2):
+            step()
+        rest_now()
+        is_share(when="after steps")
+        with torch.no_grad():
+            loss_of(model, batch)
+        rest_now()
+        is_share(when="after an eval")
+        failing[0] = True
+        with pytest.raises(Failure):
+            loss_of(model, batch).backward()
+        failing[0] = False
+        model.reset_iter_state()  # FSDP2's own way out
+        step()
+        rest_now()
+        is_share(when="after a step that raised")
+        with dmuon.no_sync(model):
+            loss_of(model, batch).backward()
+            gradients = sum(matrix.values()) + sum(4 * shapes[n].numel() for n, _ in rest)
+            weights = sum(matrix.values()) if zero == 2 else 0
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            is_share(gradients + weights, "under no_sync")
+        step()
+        rest_now()
+        is_share(when="after no_sync")
+        dmuon.save_checkpoint(tmp_path, model, optimizer, 1)
+        is_share(when="after a save")
+        dmuon.load_checkpoint(tmp_path, model, optimizer)
+        is_share(when="after a load")
+        lacking = sum(matrix[n] for n in slots if slots[n][0] != slot[0])
+        with dmuon.unshard(model):
+            is_share(lacking, "in unshard")
+        is_share(when="after unshard")
+        dmuon.full_state_dict(model)
+        dmuon.grad_norms(model)
+        is_share(when="after full_state_dict")
+        return sum(matrix[n] for n in slots if slots[n] == slot), sum(matrix.values())
+
+    results = run(4, law)
+    assert sum(own for own, _ in results) == results[0][1] * tp_size(layout)
+
+
+@pytest.mark.parametrize("replicate, model, rows", [(1, "512,6,256,2", ["unused"]), (1, "256,6,16,1", ["muon"]),
+                                                    (2, "256,6,16,1", ["muon", "unused"])])
+def test_the_peak_is_at_most_that_of_fsdp2_and_adamw(replicate, model, rows, spread, tmp_path):
+    """In the same mode, model and batch; also where rank 0's data leave matrices of the last layer unused.
+
+    FSDP2 cannot do the latter itself: its figure is that of the usual model. All live storages, on the fullest rank.
+    """
+
+    def law(rank):
+        given = ["--bench", f"--bench_model={model}", f"--replicate={replicate}", f"--out={tmp_path}"]
+        args = train_gpt.resolve(train_gpt.parse(given), 4)
+        corpus, mesh = train_gpt.load_corpus(args), train_gpt.init_distributed(args)
+        original = train_gpt.Block.forward
+
+        def peak(name, zero):
+            optimizer = "adamw" if name == "adamw" else "muon"
+            row = train_gpt.BenchRow(name, corpus, mesh, args, optimizer=optimizer, zero=zero)
+            skipped = row.model.layers[-1] if name == "unused" and rank == 0 else None
+
+            def forward(self, x):
+                if self is not skipped:
+                    return original(self, x)
+                return x + self.attention(self.attention_norm(x)) + 0 * self.mlp_norm(x)
+
+            train_gpt.Block.forward = forward
+            row.step()  # makes the optimizer's state, and the order that prefetch goes by
+            return row.count()["peak_bytes"]
+
+        peaks = {zero: [peak(name, zero) for name in ("adamw", *rows)] for zero in (2, 3)}
+        return [bytes_ / adamw for adamw, *others in peaks.values() for bytes_ in others]
+
+    ratios = run(4, law)[0]
+    assert 0.5 < min(ratios) and max(ratios) <= 1, ratios
 
 
 def test_z3_holds_the_buffers_of_two_boundaries_at_most():
@@ -2481,6 +2915,108 @@ def test_two_meshes_that_average_over_other_ranks_are_refused():
         return True
 
     assert run(4, law, True) == run(4, law, False) == [True] * 4
+
+
+def members_only(rank: int, zero: int = 3, steps: int = 2, tidy: Callable = lambda: None) -> list[dict]:
+    """Two rows of a world of four, each a 1-D mesh of its own with a model and data of its own: train this rank's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    tidy()
+    model = net()
+    dmuon.dedicate_params(model, mesh, reshard_after_forward=zero == 3)
+    for layer in (*model.layers, model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3)
+    optimizer, record = dmuon.Muon(model, **OPTIONS), []
+    for step in batches(2, steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step[mesh.get_local_rank()])
+        loss.backward()
+        dmuon.clip_grad_norm_(model, math.inf)
+        mean, grads = loss.detach().clone(), snapshot(model)["grads"]
+        dist.all_reduce(mean, group=mesh.get_group())
+        optimizer.step()
+        record.append({**snapshot(model, optimizer), "grads": grads, "loss": mean.item() / 2})
+    return record
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
+@pytest.mark.parametrize("made", ["by all", "by rank 0 alone", "by some, other ones"])
+def test_ranks_may_have_made_groups_of_their_own(made, layout, spread):
+    """Whatever groups the ranks have made and hold, in equal or unequal numbers, dedicate_params makes ours."""
+
+    def law(rank, *args):
+        if made == "by all":
+            dist.new_group([0])  # which rank 0 alone holds afterwards
+        for count in range({"by all": 0, "by rank 0 alone": 3 * (rank == 0)}.get(made, rank)):
+            dist.new_group([rank], use_local_synchronization=True)
+        return train(rank, *args, layout=layout)
+
+    ranks = prod(LAYOUTS[layout].values())
+    exact(ranks, law, 3, 2, steps=2, data_ranks=ranks // tp_size(layout))
+
+
+def test_two_meshes_may_make_their_groups_at_once(spread):
+    """The rows of a 2x2 mesh as two meshes of their own, whose ranks hold other numbers of groups: both are exact."""
+
+    def law(rank):
+        def tidy():
+            for _ in range((0, 2, 5, 1)[rank]):
+                dist.new_group([rank], use_local_synchronization=True)
+
+        return members_only(rank, tidy=tidy)
+
+    results = run(4, law)
+    expected = run(1, lambda rank: reference(2, 2))[0]
+    for row in (results[:2], results[2:]):
+        assert_same(merged(row), expected)
+
+
+def test_a_mesh_needs_nobody_outside_of_it(spread):
+    """The mesh of ranks 2 and 3 makes its groups and trains while ranks 0 and 1 are elsewhere and never take part."""
+
+    def law(rank):
+        if rank >= 2:
+            return members_only(rank)
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+        return []
+
+    assert_same(merged(run(4, law)[2:]), run(1, lambda rank: reference(2, 2))[0])
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_a_grouped_launch_gives_the_same_bits(zero, spread):
+    """What NCCL does: a layer's broadcasts in one launch, into one tensor. A double counts them; gloo sends them."""
+
+    def law(rank, grouped):
+        model = shard(net(), zero)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        launches, original = [], dist.broadcast
+
+        @contextlib.contextmanager
+        def coalescing_manager(group, device, async_ops):
+            inside = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "broadcast", lambda *a, **options: inside.append((a[0], original(*a, **options))))
+                yield (launch := Launch(inside))
+            launches.append((len(inside), len({tensor.untyped_storage().data_ptr() for tensor, _ in inside})))
+
+        class Launch:
+            def __init__(self, inside):
+                self.inside = inside
+
+            def wait(self):
+                while self.inside:
+                    self.inside.pop()[1].wait()
+
+        if grouped:
+            hooks.on_nccl = hsdp.on_nccl = lambda device: True
+            dist._coalescing_manager = coalescing_manager
+        record = [train_step(model, optimizer, step[rank]) for step in batches(4, 3)]
+        return record, launches
+
+    usual, grouped = run(4, law, False), run(4, law, True)
+    assert_same(merged([r for r, _ in grouped]), merged([r for r, _ in usual]), tolerance=0.0)
+    for _, launches in grouped:  # a layer has three matrices with three owners; three layers, once or twice a step
+        assert launches == [(3, 1)] * 3 * 3 * (2 if zero == 3 else 1)
 
 
 def test_an_hsdp_model_that_is_dropped_is_freed(spread):
@@ -2919,12 +3455,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_a_step_needs_the_scratch_of_one_batch_whatever_it_owns(nesterov, monkeypatch):
-    """The most bytes beside weights, gradients and momenta are the same for 2 and for 8 layers of equal matrices."""
+@pytest.mark.parametrize("family", ["Muon", "AdamW"])
+def test_a_step_needs_the_scratch_of_one_batch_whatever_it_owns(family, nesterov, monkeypatch):
+    """The most bytes beside weights, gradients and state are the same for 2 and for 8 layers of equal parameters."""
     monkeypatch.setitem(ns.BATCH_NUMEL, "cpu", 2 * 640 * 8)
 
     def law(rank, layers):
-        model = shard(net(torch.float32, lambda: Net(widths=((8, 640),) * layers)))
+        model = net(torch.float32, lambda: Net(widths=((8, 640),) * layers))
+        predicate = None if family == "Muon" else lambda fqn, p: fqn == "layers.0.maps.0.weight"
+        shard(model, predicate=predicate)
         optimizer = dmuon.Muon(model, nesterov=nesterov)
         scratch = []
         for _ in range(3):
@@ -2939,8 +3478,40 @@ def test_a_step_needs_the_scratch_of_one_batch_whatever_it_owns(nesterov, monkey
 
     few, many = run(1, law, 2)[0], run(1, law, 8)[0]
     assert few[0] == few[1] and many[0] == many[1]
-    norms = 6 * 8 * 4  # of six layers more: AdamW's foreach has a handful of temporaries, each for all of its weights
-    assert 2 * 640 * 8 * 4 <= many[0] <= few[0] + 10 * norms, (few, many)
+    assert 640 * 8 * 4 <= many[0] <= few[0] + 2048, (few, many)  # the small ones of a layer fill batches, too
+
+
+def allocated(function: Callable) -> int:
+    """The most bytes that torch's allocator had given out while the function ran, kernels' own scratch included."""
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            function()
+        profile.export_chrome_trace(os.path.join(folder, "trace.json"))
+        with open(os.path.join(folder, "trace.json")) as file:
+            events = [event for event in json.load(file)["traceEvents"] if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    return max(itertools.accumulate(event["args"]["Bytes"] for event in events))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_makes_no_copy_of_what_it_measures(dtype):
+    """Norms are float64, of any matrix or batch, and take a bounded number of bytes for that; so do those of a model."""
+    bound = 3 * 8 * ns.NORM_NUMEL["cpu"]
+    for G in (gaussian(2048, 1024, dtype=dtype), gaussian(64, 256, 128, dtype=dtype), gaussian(7, 300_001, dtype=dtype)):
+        norms = [ns.frobenius_norm(G), *(ns.float64_norm(G, order) for order in (1.0, 3.0, math.inf))]
+        for order, norm in zip((2.0, 1.0, 3.0, math.inf), norms):
+            expected = torch.linalg.vector_norm(G.double(), order, dim=(-2, -1), keepdim=True)
+            torch.testing.assert_close(norm, expected, rtol=1e-13, atol=0)
+        rows = 8 * G.shape[-1] * G[..., 0, 0].numel()  # a row of each matrix is the least that is copied
+        peak, copied = (allocated(lambda: norm(G)) for norm in (ns.frobenius_norm, Tensor.double))
+        assert peak <= max(bound, 3 * rows) < copied == 8 * G.numel(), (G.shape, peak)
+
+    def law(rank):
+        model = shard(net(torch.float32, lambda: Net(widths=((8, 20_000),) * 2)))
+        loss_of(model, batches(1, 1)[0][0]).backward()
+        return allocated(lambda: dmuon.clip_grad_norm_(model, 1.0))
+
+    assert run(1, law)[0] <= bound < 8 * 8 * 20_000 * 4
 
 
 @pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
@@ -5040,11 +5611,10 @@ def test_a_rank_that_is_gone_ends_the_others_with_the_name_of_the_collective(how
             gone = (lambda *_: os.kill(os.getpid(), signal.SIGKILL)) if how == "dies" else lambda *_: time.sleep(99)
             model.layers[0].maps[0].register_forward_hook(gone)
         lacking = [n for n, slot in dmuon.owners(model).items() if slot == (1, 0) and n.startswith("layers.1.")]
-        start = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
             loss_of(model, batches(2, 1)[0][rank]).backward()
-        assert time.monotonic() - start < 10
         message = str(caught.value)
+        assert how == "dies" or "3000ms" in message, message
         assert message.startswith(f"dmuon: the broadcast of {', '.join(lacking)} from shard 1 did not end"), message
         os._exit(0)  # before the group's destructor, which waits for rank 1
 
@@ -5067,10 +5637,9 @@ def test_the_script_says_in_which_step_a_rank_was_lost(how, mesh, monkeypatch, t
     monkeypatch.setattr(train_gpt, "TIMEOUT", timedelta(seconds=3))
 
     def law(rank):
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match="^step 3, forward and backward: "):
+        timeout = "3000ms" if how == "hangs" else ""  # the test's own process group waits for 30 seconds
+        with pytest.raises(RuntimeError, match=f"^step 3, forward and backward: .*{timeout}"):
             train_gpt.main([*TINY, f"--out={tmp_path}", *mesh])
-        assert time.monotonic() - start < 20  # the test's own process group waits for 30
         return True
 
     assert run(2, law, lost=1) == [True]
@@ -5323,6 +5892,36 @@ def test_a_step_on_cuda_never_waits_for_the_device():
     subprocess.run([sys.executable, "-c", code], cwd=folder, timeout=300, check=True)
 
 
+@pytest.mark.parametrize("options", [[], ["--optimizer=adamw"], ["--zero=2", "--device_batch_size=1"]])
+def test_a_training_step_asks_the_device_once(options, tmp_path, monkeypatch):
+    """Loss, norm and signals are one read, after clipping: on CUDA each read would wait for what is in flight."""
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        def counted(tensor, *args, _original=getattr(Tensor, name), _name=name):
+            if Path(sys._getframe(1).f_code.co_filename).parent == HERE:
+                reads.append((_name, sys._getframe(1).f_code.co_name))
+            return _original(tensor, *args)
+
+        monkeypatch.setattr(Tensor, name, counted)
+    original = train_gpt.train_step
+
+    def train_step(*args):
+        reads.clear()
+        result = original(*args)
+        seen.append([place for place in reads if place[1] not in ("batches", "window")])  # tokens, on the host
+        return result
+
+    seen: list = []
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+
+    def law(rank):
+        train_gpt_log(rank, str(tmp_path), *TINY, *options)
+        return seen
+
+    for steps in run(2, law):
+        assert steps == [[("tolist", "train_step")]] * 3
+
+
 def test_saving_without_numpy_is_refused_at_the_start(monkeypatch):
     """`--save_every` needs it, training does not."""
     monkeypatch.setitem(sys.modules, "numpy", None)
@@ -5333,20 +5932,19 @@ def test_saving_without_numpy_is_refused_at_the_start(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------- the repository
 
-SIZE_LIMITS = dict.fromkeys(("newton_schulz.py", "hooks.py", "hsdp.py"), 300)
-SIZE_LIMITS |= {"partition.py": 365, "dmuon.py": 525, "train_gpt.py": 880}
+SIZE_LIMITS = {"newton_schulz.py": 3000, "partition.py": 4650, "hooks.py": 3700, "hsdp.py": 4000, "dmuon.py": 6700,
+               "train_gpt.py": 11900}
 
 
-def code_lines(path: Path) -> int:
-    """Lines with code: no blank, comment or docstring lines."""
+def code_tokens(path: Path) -> int:
+    """Tokens of the code, without comments and docstrings: they cannot be packed away."""
     source, documentation = path.read_text(), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             documentation |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {line for t in tokens if t.type not in layout for line in range(t.start[0], t.end[0] + 1)}
-    return len(lines - documentation)
+    return sum(t.type not in layout and t.start[0] not in documentation for t in tokens)
 
 
 DEMONSTRATIONS = {"newton_schulz.py": 1, "partition.py": 1, "hooks.py": 4, "hsdp.py": 4}  # on so many ranks
@@ -5484,10 +6082,11 @@ def test_the_readmes_plans_are_what_the_planner_prints():
 
 
 def test_every_file_keeps_its_size_promise():
-    """Code lines: at most 300 in three concept files, 365, 525, 880 in the others, in all 2,600, as the README says."""
+    """Tokens without comments and docstrings: 34,600 in the six files, 7,400 in hooks.py and hsdp.py."""
+    tokens = {name: code_tokens(HERE / name) for name in SIZE_LIMITS}
     for name, limit in SIZE_LIMITS.items():
-        lines = code_lines(HERE / name)
-        assert lines <= limit and f"| `{name}` | {lines} |" in README, (name, lines)
+        assert tokens[name] <= limit and f"| `{name}` | {tokens[name]:,} |" in README, (name, tokens[name])
         assert all(len(line) <= 120 for line in (HERE / name).read_text().splitlines()), name
     assert "@@" not in README
-    assert sum(code_lines(HERE / name) for name in SIZE_LIMITS) <= 2600
+    assert tokens["hooks.py"] + tokens["hsdp.py"] <= 7400
+    assert sum(tokens.values()) <= 34600

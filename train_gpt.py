@@ -563,19 +563,19 @@ def multiplier(args: argparse.Namespace, step: int) -> float:
     return min(1.0, rise, args.final_lr_frac + (1 - args.final_lr_frac) * min(1.0, fall))
 
 
-def clip(model: GPT, args: argparse.Namespace) -> float:
-    """Norm of the whole gradient before clipping."""
+def clip(model: GPT, args: argparse.Namespace) -> Tensor:
+    """Scale the gradients; the norm of the whole gradient before that. If it is not finite, they stay as they are."""
     limit = args.grad_clip or math.inf
     if args.optimizer == "muon":
-        return dmuon.clip_grad_norm_(model, limit).item()
+        return dmuon.clip_grad_norm_(model, limit)
     meshes: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for p in model.parameters():  # with tensor parallelism on two meshes, of which torch's clip_grad_norm_ takes one
         meshes.setdefault(getattr(p, "device_mesh", None), []).append(p)
     norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in of_mesh])) for of_mesh in meshes.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    for of_mesh in meshes.values() if norm.isfinite() else ():  # else `first_not_finite` will look at them
-        torch.nn.utils.clip_grads_with_norm_(of_mesh, limit, norm)
-    return norm.item()
+    for of_mesh in meshes.values():  # by 1 for a norm that `first_not_finite` will ask them about
+        torch.nn.utils.clip_grads_with_norm_(of_mesh, limit, norm.nan_to_num(0.0, posinf=0.0))
+    return norm
 
 
 def first_not_finite(model: GPT) -> str:
@@ -749,7 +749,7 @@ def verify(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log)
                 part = loss_of(plain, tokens, targets) / (args.micro_steps * args.data_ranks)
                 part.backward()
                 loss -= part.item()
-        norm -= clip(plain, plain_args)  # before clipping, which would hide a factor
+        norm -= clip(plain, plain_args).item()  # before clipping, which would hide a factor
         found += [f"both loss mean {abs(loss)}", f"both norm whole {abs(norm)}"]
         plain_optimizer.step()
         model.state_dict()  # lets replicate broadcasts arrive
@@ -840,23 +840,15 @@ class BenchRow:
         links = step_traffic(numel[True], numel[False], ranks, args.replicate, args.zero, args.optimizer == "naive")
         return round(sum(links.values()) * args.data_ranks) / args.data_ranks  # a whole number over all ranks
 
-    def stamp(self):
-        """This moment of the rank's work; on CUDA nobody waits for it."""
-        if self.args.device == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def step(self) -> tuple[float, float]:
+    def step(self) -> tuple:
         """A training step without clipping and logging; start and end of the optimizer's part."""
         hooks.PREFETCH = self.prefetch
         self.optimizer.zero_grad()
         for tokens, targets in self.data:
             loss_of(self.model, tokens, targets).backward()
-        start = self.stamp()
+        start = moment(self.args.device)
         self.optimizer.step()
-        return start, self.stamp()
+        return start, moment(self.args.device)
 
     def turn(self, steps: int = 2) -> None:
         """Some steps in a row; what they leave in flight ends within the time."""
@@ -867,8 +859,7 @@ class BenchRow:
         self.model.state_dict()  # lets replicate broadcasts arrive
         largest(0, device=device)
         step_ms = 1000 * (time.perf_counter() - start) / steps
-        parts = [1000 * (end - start) if device == "cpu" else start.elapsed_time(end) for start, end in parts]
-        slowest = largest(step_ms, sum(parts) / steps, device=device)
+        slowest = largest(step_ms, sum(milliseconds(*part) for part in parts) / steps, device=device)
         self.step_ms.append(slowest[0])
         self.optimizer_ms.append(slowest[1])
 
@@ -979,7 +970,7 @@ def init_distributed(args: argparse.Namespace) -> DeviceMesh:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
-        backend = "nccl" if args.device == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"  # checkpoints send objects, on the CPU
         env, how = os.environ, {}
         if "RANK" not in env:
             how = dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -1006,10 +997,28 @@ def phase(step: int, name: str) -> Iterator[None]:
         raise RuntimeError(f"step {step}, {name}: {error}") from error
 
 
+def moment(device: str):
+    """Where the rank's work is now: a time on CPU, an event on CUDA, for which nobody waits."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(start, end) -> float:
+    """Between two moments that are over."""
+    return 1000 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
 def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace, step: int,
-               signals: list[int]) -> tuple[float, float, bool, dict[str, float]]:
-    """Mean loss over ranks and micro-steps, norm of the gradient, whether a rank has a signal, milliseconds."""
-    start = time.perf_counter()
+               signals: list[int]) -> tuple[float, float, bool, list]:
+    """Mean loss over ranks and micro-steps, norm of the gradient, whether a rank has a signal; three moments.
+
+    The moments are the start, the end of the backward and the end of the optimizer's part. The host waits for the
+    device once, after clipping, and so not for what the optimizer leaves in flight.
+    """
+    moments = [moment(args.device)]
     total = torch.zeros(2, dtype=torch.float64, device=args.device)
     optimizer.zero_grad()
     with phase(step, "forward and backward"):
@@ -1021,19 +1030,17 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, arg
             total[0] += loss.detach()
         total[1] = len(signals)
         dist.all_reduce(total)
-        loss, stops = total.tolist()
-        loss /= dist.get_world_size()
-    middle = time.perf_counter()
+    moments.append(moment(args.device))
     with phase(step, "optimizer"):
-        norm = clip(model, args)
+        loss, stops, norm = torch.hstack([total, clip(model, args)]).tolist()
+        loss /= dist.get_world_size()
         if not math.isfinite(loss + norm):  # the same on every rank; the step would spoil weights and momenta
             where = first_not_finite(model)
             raise UsageError(f"step {step}: loss {loss}, gradient norm {norm}, first in {where}; checkpoints are "
                              f"as they were; try a lower --muon_lr or --adamw_lr")
         optimizer.step()
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    return loss, norm, stops > 0, {"fwd+bwd": 1000 * (middle - start), "opt": 1000 * (time.perf_counter() - middle)}
+    moments.append(moment(args.device))
+    return loss, norm, stops > 0, moments
 
 
 def resume(model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace, log: Log) -> int:
@@ -1081,12 +1088,16 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: ar
         signal.signal(number, lambda number, _: signals.append(number))
     rates = [group["lr"] for group in optimizer.param_groups]
     report(model, corpus, args, log, done)  # a run that was killed may not have come to it
+    latest = None  # moments of a step whose optimizer's part is over: on CUDA the step before, on CPU this one
     bar = tqdm(total=args.steps, initial=done, disable=not (log.main and sys.stderr.isatty()), leave=False)
     with profiler(args, log, done) as trace:
         for step in range(done + 1, args.steps + 1):
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * multiplier(args, step - 1)
-            loss, norm, stops, ms = train_step(model, optimizer, corpus, args, step, signals)
+            loss, norm, stops, moments = train_step(model, optimizer, corpus, args, step, signals)
+            latest = moments if args.device == "cpu" else latest
+            ms = {"fwd+bwd": milliseconds(*moments[:2]), "opt": milliseconds(*latest[1:]) if latest else 0.0}
+            latest = moments
             if trace:
                 trace.step()
             log.step(args, step, loss, norm, optimizer.param_groups[0]["lr"], ms)

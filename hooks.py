@@ -68,8 +68,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import record_function
 
-from hsdp import DedicatedParam, SlotMesh, TwoStageReduce, local, names, on_nccl, one_launch, replicate
-from hsdp import replicate_broadcasts, split, start_broadcast, wait
+from hsdp import DedicatedParam, SlotMesh, TwoStageReduce, local, names, one_launch, replicate, replicate_broadcasts
+from hsdp import split, start_broadcast, wait
 
 PREFETCH = True  # issue the next boundary's broadcast while this one computes; off only to measure what it brings
 
@@ -83,14 +83,14 @@ PREFETCH = True  # issue the next boundary's broadcast while this one computes; 
 # tensor that the boundary did not return, say) finds none and stops, instead of computing with half a broadcast.
 
 # [Note: the order of collectives is a contract between ranks]
-# Ranks match collectives on one communicator by their order, not by their content, and NCCL asks for one order over all
-# communicators, FSDP2's included. What becomes ready first depends on the data (a rank whose tokens never reach a matrix
+# Ranks match collectives on one communicator by their order, not by their content, and NCCL asks for one order over
+# all communicators, FSDP2's included. What is ready first depends on the data (a rank whose tokens never reach a matrix
 # has no gradient for it) and on the clock, so 'launch what is ready' averages garbage or hangs. Here every rank issues
 # one fixed sequence. The forward numbers the starts and ends of the boundaries' calls. Autograd runs the newest
-# operation first: when it comes to the output of a call that ended at `end`, whatever started later is over. So that
-# moment, which all ranks come to, issues the reduces of all boundaries whose first start is later, with zeros for what
-# this rank's data did not use. A rank that comes to fewer such moments issues the same sequence later. To let it, a
-# wait concerns only what was issued before it: the rank that is furthest behind can always go on.
+# operation first: when it comes to the output of a call that ended at `end`, whatever started later is over. That
+# moment issues the reduces of all boundaries whose first start is later, with zeros for what this rank's data did not
+# use. A rank whose data lead to fewer such moments issues the same sequence, some of it later. So that it can, a wait
+# concerns only what was issued before it: the rank that is furthest behind can always go on.
 
 
 class BufferState(Enum):
@@ -121,10 +121,7 @@ class PackedBuffer:
             for p, view in zip(params, split(self.flat, params)):
                 p.full = nn.Parameter(p.wrap(view))
                 p.full.register_post_accumulate_grad_hook(partial(on_gradient, p.fqn))
-        self.resize(0)
-
-    def resize(self, nbytes: int) -> None:
-        self.flat.untyped_storage().resize_(nbytes)
+        self.flat.untyped_storage().resize_(0)
 
 
 class Landing:
@@ -142,7 +139,7 @@ class Landing:
         for buffer, part in zip(buffers, self.parts):
             if buffer.params[0].in_column:
                 torch._foreach_copy_(split(part, buffer.params), [local(p.sharded) for p in buffer.params])
-        with one_launch(mesh.broadcast_group, mesh.device, self.works):
+        with one_launch(mesh, self.works):
             for buffer, part in zip(buffers, self.parts):
                 self.works += start_broadcast(part, mesh.broadcast_group, buffer.column)
 
@@ -155,8 +152,8 @@ class Landing:
             wait(self.works, f"broadcast of {names(buffer.params)} from shard {buffer.column}")
         if keep:
             flats = [buffer.flat for buffer in self.buffers]
-            for buffer in self.buffers:
-                buffer.resize(buffer.flat.nbytes)
+            for flat in flats:
+                flat.untyped_storage().resize_(flat.nbytes)
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(flats)):
                 torch._foreach_copy_(flats, self.parts)
 
@@ -193,10 +190,11 @@ class Boundary:
             if not self.buffers:
                 self._build_buffers()
             alike: dict[object, list[PackedBuffer]] = {}  # what lands together: on gloo each alone, for fewer bytes
+            mesh = self.model.mesh
             for buffer in self.buffers:
-                alike.setdefault(buffer.flat.dtype if on_nccl(self.model.mesh.device) else buffer, []).append(buffer)
+                alike.setdefault(buffer.flat.dtype if mesh.on_nccl else buffer, []).append(buffer)
             with record_function(f"dmuon.unshard {self.name}"):
-                self.landings = [Landing(buffers, self.model.mesh) for buffers in alike.values()]
+                self.landings = [Landing(buffers, mesh) for buffers in alike.values()]
             self.state = BufferState.IN_FLIGHT
 
     def finish_unshard(self) -> None:
@@ -221,7 +219,7 @@ class Boundary:
             while self.landings:  # nobody has used them, but they must end before their memory goes
                 self.landings.pop(0).finish(keep=False)
             for buffer in self.buffers:
-                buffer.resize(0)
+                buffer.flat.untyped_storage().resize_(0)
             self.state = BufferState.SHARDED
 
 
@@ -332,8 +330,8 @@ class Backward:
         Packed gradients of two boundaries live at most: the last but one ends before these are packed.
         """
         trained = [(buffer, [p for p in buffer.params if p.full.requires_grad]) for buffer in boundary.buffers]
-        for buffer, params in trained:
-            for p in {*buffer.params} - {*params}:
+        for p in boundary.params:
+            if not p.full.requires_grad:
                 p.waiting = None  # frozen since a micro-batch under `no_sync`
         if not any(params for _, params in trained):
             return

@@ -78,16 +78,28 @@ class SlotMesh:
 
     def __init__(self, device: torch.device, shard_group: dist.ProcessGroup,
                  replicate_group: dist.ProcessGroup | None = None, tp_mesh: DeviceMesh | None = None):
+        self.device, self.tp_mesh = device, tp_mesh
+        self.backend = dist.group.WORLD._get_backend(device)  # private: `dist.get_backend` may name several
+        self.on_nccl = self.backend.name() == "nccl"
         # Never FSDP2's groups: two libraries do not agree on one order of collectives, see hooks.py
         equalise_group_counts([group for group in (shard_group, replicate_group) if group is not None], device)
-        self.broadcast_group = own_group(shard_group, "dmuon_broadcast", device)
-        self.reduce_group = own_group(shard_group, "dmuon_reduce", device)
+        self.broadcast_group = self._own_group(shard_group, "dmuon_broadcast")
+        self.reduce_group = self._own_group(shard_group, "dmuon_reduce")
         self.num_shards, self.num_replicas, row = shard_group.size(), 1, 0
         if replicate_group is not None:
-            self.replicate_group = own_group(replicate_group, "dmuon_replicate", device)
+            self.replicate_group = self._own_group(replicate_group, "dmuon_replicate")
             self.num_replicas, row = replicate_group.size(), replicate_group.rank()
         self.slot: Slot = (shard_group.rank(), row)
-        self.device, self.tp_mesh = device, tp_mesh
+
+    def _own_group(self, group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+        """The same ranks as a group of our own, made by them alone, its communicator built now, not in a backward."""
+        ranks, how = dist.get_process_group_ranks(group), {}
+        timeout = self.backend.options._timeout  # private: else it is torch's, half an hour
+        if self.on_nccl:  # what is sent must not queue behind the kernels that it hides behind
+            how = dict(backend="nccl", pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
+        own = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name, **how)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=own)
+        return own
 
     def __reduce__(self) -> None:
         """For `copy.deepcopy` and pickle, of the model too, which has this object in its hooks."""
@@ -406,15 +418,16 @@ def start_average(tensor: Tensor, group: dist.ProcessGroup, target: int) -> list
 
 
 @contextmanager
-def one_launch(group: dist.ProcessGroup, device: torch.device, works: list[dist.Work]) -> Iterator[None]:
-    """Collectives inside are one launch where the backend can do that, on NCCL; `works` is then what to wait for.
+def one_launch(mesh: SlotMesh, works: list[dist.Work]) -> Iterator[None]:
+    """Broadcasts inside are one launch where the backend can do that, on NCCL; `works` is then what to wait for.
 
     gloo must not be asked: after the refusal its group silently does nothing any more.
     """
-    if not on_nccl(device):
+    if not mesh.on_nccl:
         yield
         return
-    with dist._coalescing_manager(group, device, async_ops=True) as launch:  # private: NCCL's group call, no other way
+    # Private: NCCL's group call, which torch has no other way to
+    with dist._coalescing_manager(mesh.broadcast_group, mesh.device, async_ops=True) as launch:
         yield
     works[:] = [launch]
 
@@ -450,34 +463,30 @@ def local(tensor: Tensor) -> Tensor:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def on_nccl(device: torch.device) -> bool:
-    return dist.group.WORLD._get_backend(device).name() == "nccl"  # private: `dist.get_backend` names one of several
-
-
 def equalise_group_counts(groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """Let all ranks of the mesh, whose groups these are, hold equally many process groups.
+    """Let all ranks of the mesh, whose groups these are, have made equally many process groups.
 
-    `dist.new_group` among some ranks takes a name from them and from how many groups this rank holds already. Ranks
-    that have made groups of their own would come with different names and wait for each other for ever. So those that
-    hold fewer make groups of themselves alone. Nobody outside of the mesh takes part.
+    `dist.new_group` among some ranks makes a name of them and of how many groups this rank has. Ranks that have made
+    groups of their own would come with different names and wait for each other for ever. So those that have fewer make
+    groups of themselves alone. Nobody outside of the mesh takes part.
+
+    Raises:
+        RuntimeError: torch counts in another way than 2.13 and 2.14.
     """
-    held = dist.distributed_c10d._world.pg_names  # private, and the very dict that `new_group` counts
-    most = torch.tensor(len(held), device=device)
+    c10d = dist.distributed_c10d  # private: groups held in torch 2.13, calls of `new_group` in 2.14
+
+    def count() -> int:
+        counts = {"pg_names": len(c10d._world.pg_names), "group_count": c10d._world.group_count}
+        used = [counts[name] for name in c10d._hash_ranks_to_str.__code__.co_names if name in counts]
+        if len(used) != 1:
+            raise RuntimeError(f"dmuon does not know how torch {torch.__version__} names groups; use 2.13 or 2.14")
+        return used[0]
+
+    most = torch.tensor(count(), device=device)
     for group in groups:  # along the row, then along the column
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    while len(held) < most.item():
+    while count() < most.item():
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
-def own_group(group: dist.ProcessGroup, name: str, device: torch.device) -> dist.ProcessGroup:
-    """The same ranks as a group of our own, made by them alone, its communicator built now and not in a backward."""
-    ranks, how = dist.get_process_group_ranks(group), {}
-    timeout = dist.group.WORLD._get_backend(device).options._timeout  # private: else it is torch's, half an hour
-    if on_nccl(device):  # what is sent must not queue behind the kernels that it hides behind
-        how = dict(backend="nccl", pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
-    own = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name, **how)
-    dist.all_reduce(torch.zeros(1, device=device), group=own)
-    return own
 
 
 # ------------------------------------------------------------------------------------------ the demonstration

@@ -166,7 +166,8 @@ def tensor_parallel_newton_schulz(
 
     The Gram way needs no restart, because R, Q and QX are float32 at least, also where the user allows TF32. 16 bits
     lose a long matrix (0.1 of its norm), and TF32 without a restart leaves singular values of 1.6 in hard ones; a
-    restart would be another all-reduce. A step's norms travel in one float64 all-reduce more. Raises what `newton_schulz` raises.
+    restart would be another all-reduce. A step's norms travel in one float64 all-reduce more. Raises what
+    `newton_schulz` raises.
     """
     mesh, placements = G.device_mesh, G.placements
     if not sums_grams(G):

@@ -93,11 +93,12 @@ class SlotMesh:
 
     def _own_group(self, group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
         """The same ranks as a group of our own, made by them alone, its communicator built now, not in a backward."""
-        ranks, how = dist.get_process_group_ranks(group), {}
-        timeout = self.backend.options._timeout  # private: else it is torch's, half an hour
+        ranks = dist.get_process_group_ranks(group)
+        how = dict(use_local_synchronization=True, group_desc=name)
+        how["timeout"] = self.backend.options._timeout  # private: else it is torch's, half an hour
         if self.on_nccl:  # what is sent must not queue behind the kernels that it hides behind
-            how = dict(backend="nccl", pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
-        own = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name, **how)
+            how |= dict(backend="nccl", pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
+        own = dist.new_group(ranks, **how)
         dist.all_reduce(torch.zeros(1, device=self.device), group=own)
         return own
 

@@ -36,8 +36,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hooks import DedicatedModel
-from hsdp import DedicatedParam, Slot, SlotMesh, agree, gather, local, mesh_device, replicate, start_broadcast
-from hsdp import synchronise, together, union, wait
+from hsdp import DedicatedParam, Slot, SlotMesh, gather, gather_texts, local, mesh_device, replicate, start_broadcast
+from hsdp import union, wait
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, batches
 from newton_schulz import equal_shapes, float64_norm, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
 from newton_schulz import tensor_parallel_norms
@@ -220,6 +220,66 @@ def _checksums(named: Iterable[tuple[str, Tensor]]) -> str:
             total = local(tensor).contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).item()
             lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, bytes adding up to {total}: seed tp ranks alike")
     return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------- what all ranks agree on
+
+
+def agree(caller: str, texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: torch.device,
+          failure: Exception | None) -> None:
+    """Raise on every rank unless the ranks of each group hold the same text and none of the mesh has failed.
+
+    Args:
+        caller: named in the error.
+        texts: by dimension of the mesh, what must be equal along it, line by line.
+        groups: by dimension; a small collective in each.
+        device: where collectives take their tensors.
+        failure: what this rank raises; its peers are told.
+
+    Raises:
+        ValueError: names the ranks and the first line that differs.
+    """
+    for dimension, group in groups.items():
+        found = _disagreement(f"failed: {failure}" if failure else texts[dimension], group, dimension, device)
+        if found and not failure:
+            failure = ValueError(f"{caller}: {found}")  # raised at the end only: the other dimensions must hear of it
+    if failure:
+        raise failure
+
+
+def _disagreement(text: str, group: dist.ProcessGroup, dimension: str, device: torch.device) -> str | None:
+    """What differs between the texts of a group's ranks, or nothing."""
+    texts = [text.split("\n") for text in gather_texts(text, group, device)]
+    for rank, theirs in enumerate(texts):
+        if theirs[0].startswith("failed: "):
+            return f"rank {rank} of the {dimension} group " + "\n".join(theirs)
+        for i in range(max(len(theirs), len(texts[0]))):
+            ours, other = ("".join(lines[i : i + 1]) or "nothing" for lines in (texts[0], theirs))
+            if ours != other:
+                return (f"ranks disagree. Rank 0 of the {dimension} group has [{ours}], rank {rank} has [{other}]; "
+                        f"every rank must build the same model, in the same order, and pass the same arguments")
+
+
+@contextmanager
+def together(caller: str, device: torch.device) -> Iterator[list[str]]:
+    """If the block raises on one rank, it raises on all, also when ranks have put unlike texts into the list."""
+    failure, said = None, []
+    try:
+        yield said
+    except Exception as error:
+        failure = error
+    agree(caller, {"world": "\n".join(said)}, {"world": dist.group.WORLD}, device, failure)
+
+
+@torch.no_grad()
+def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Make the tensors those of the mesh's first rank, meta tensors excepted; as bytes, so that any dtype travels."""
+    for tensor in tensors:
+        if not tensor.is_meta and tensor.numel():
+            data = local(tensor).to(device).contiguous()
+            for group in reversed(groups):  # down every column, then along every row
+                wait(start_broadcast(data.view(-1).view(torch.uint8), group, 0), "broadcast of what has no owner")
+            local(tensor).copy_(data)
 
 
 # --------------------------------------------------------------------------------- looking at a dedicated model
@@ -588,8 +648,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     parts, zero = [], torch.zeros((), dtype=torch.float64, device=mesh.device)
     for p in names:
         counts = p.grad is not None and local(p.grad).numel() and mesh.counts(p)
-        rows = torch.atleast_2d(local(p.grad)).flatten(0, -2) if counts else None  # (rows, columns)
-        parts.append(zero if rows is None else float64_norm(rows, norm_type).squeeze())
+        parts.append(float64_norm(local(p.grad).reshape(-1, 1), norm_type).squeeze() if counts else zero)
     norms = torch.stack(parts)
     for group in mesh.groups():
         gathered = torch.stack(gather(norms, group))  # no MAX reduce for the infinity norm: gloo's drops a NaN

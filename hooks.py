@@ -16,9 +16,9 @@ parameters. Between steps the buffer has no storage. The life of one buffer, wit
   4 free     Z3: the storage goes; Z2: it stays for the backward. Either way the modules hold `sharded` again
   5 refill   Z3, before the boundary's backward: 1 and 2 again; what autograd saved are views, and valid again
   6 compute  the backward runs, while the previous boundary's broadcast is in flight
-  7 free     the backward has come to what ran before the boundary, or to its end: the storage goes
+  7 free     the backward has come to what ran before the boundary, or has ended: the storage goes
   8 reduce   the gradients, which have memory of their own, are packed into another flat tensor and averaged to the
-             owner (hsdp.py: first to its column); the reduce before the last one is waited for, which frees it
+             owner (hsdp.py: first to its column); the reduce of two boundaries ago is waited for, which frees it
 
 Under `dmuon.no_sync` 8 does not come: gradients wait beside `full` for a backward that reduces. Z2 then skips 7, too.
 
@@ -44,8 +44,8 @@ in the parameter's own dtype.
 With P elements in dedicated matrices a rank passes 2 P to broadcasts and P to reduces per forward and backward in Z3,
 P and P in Z2; on a ring of N it sends (N-1)/N of that, on average over the ranks.
 
-Bytes are those of storage and landing tensor together where
-`torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a step, on a rank that owns none of it:
+`torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a step, on a rank that owns none of it. Its
+bytes are those of storage and landing tensor together:
 
   Z3  2 layer 1, forward     layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [0, 16384, 16384]
   Z3  4 after the forward    layer 1 SHARDED  , its weight has    0 elements; bytes of all layers: [0, 0, 0]
@@ -223,6 +223,20 @@ class Boundary:
             self.state = BufferState.SHARDED
 
 
+class Graph:
+    """What the hooks in the graph of a forward hold, and so lives as long as the graph."""
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """The boundaries' calls of one outermost forward, by the clock, until a backward cannot go through them any more."""
+
+    graph: weakref.ref[Graph]
+    started: dict[Boundary, int] = dataclasses.field(default_factory=dict)  # first starts, in order
+    ended: dict[Boundary, int] = dataclasses.field(default_factory=dict)  # last ends, in order
+    is_spent: bool = False  # a backward went through it that did not keep the graph
+
+
 class Backward:
     """One pass of the autograd engine: two fixed lists, and how far this rank has come in each.
 
@@ -232,39 +246,43 @@ class Backward:
     def __init__(self, task_id: int, model: DedicatedModel):
         self.task_id, self.model, self.syncs = task_id, model, model.syncs
         self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        self.broadcasts = list(reversed(model.ended))  # the last boundary to end is the first to be needed
-        self.reduces = list(reversed(model.started))  # the first boundary to start has its gradients last
+        self.started: dict[Boundary, int] = {}  # over all forwards that this backward may go through
+        self.ended: dict[Boundary, int] = {}
+        for record in model.records_in_question():
+            self.started = record.started | self.started
+            self.ended |= record.ended
+        by_clock = lambda clock: sorted(clock, key=clock.get, reverse=True)
+        self.broadcasts = by_clock(self.ended)  # the last boundary to end is the first to be needed
+        self.reduces = by_clock(self.started)  # the first boundary to start has its gradients last
         if self.syncs:  # what micro-batches under `no_sync` ran, and this one did not
-            self.reduces += [boundary for boundary in model.unreduced if boundary not in model.started]
+            self.reduces += [boundary for boundary in model.unreduced if boundary not in self.started]
             model.unreduced = {}
         self.issued = 0  # of the broadcasts
         self.closed: set[Boundary] = set()  # of the reduces
         self.unsharded: set[Boundary] = set()  # by this backward, and not closed
+        self.walked: set[Record] = set()
         self.in_flight: list[list[TwoStageReduce]] = []  # by boundary, in order; two at most
         self.late: list[str] = []  # matrices
-        self.keep = True  # False after an exception: gradients are dropped
+        self.keep = True  # False after an exception: gradients whose reduce is not over are dropped
 
     def enter(self, boundary: Boundary, end: int | None = None) -> None:
-        """Unshard the boundary. `end`: of its call, to whose output the backward has come; what started later is over.
-
-        A call from before the record that the lists were made from closes nothing: its numbers mean nothing in them.
-        """
-        is_recorded = end is not None and end > self.model.recorded_from
-        while is_recorded and end < self._next_start():
+        """Unshard the boundary. `end`: of its call, to whose output the backward has come; what started later is over."""
+        while end is not None and end < self._next_start():
             self._close()
-        if boundary in self.unsharded or (is_recorded and boundary in self.closed):  # an output that was an input
+        if boundary in self.unsharded or (end is not None and boundary in self.closed):  # an output that was an input
             return
         self.unsharded.add(boundary)
-        if boundary not in self.broadcasts:  # the user kept this graph from before the last backward
+        if boundary not in self.broadcasts:  # of no forward that the lists know
             self.broadcasts.append(boundary)
         position = self.broadcasts.index(boundary)
         self._issue_broadcasts(position + 1)
         boundary.finish_unshard()
-        self._issue_broadcasts(position + 1 + PREFETCH)
+        if end is not None:  # not in a recompute, which may come to boundaries earlier on some ranks than on others
+            self._issue_broadcasts(position + 1 + PREFETCH)
 
     def on_gradient(self, boundary: Boundary, fqn: str, full: nn.Parameter) -> None:
         """A gradient is in. It must not come when its reduce has been issued."""
-        if boundary not in self.reduces:  # of a kept graph, and nothing led to the boundary's own hooks
+        if boundary not in self.reduces:  # of no forward that the lists know
             self.reduces.append(boundary)
         if self.syncs and boundary in self.closed:
             self.late.append(fqn)
@@ -275,7 +293,7 @@ class Backward:
 
         After an exception, too: the collectives still pair with the peers'.
         """
-        self.reduces += [boundary for boundary in self.broadcasts if boundary not in self.reduces]  # a kept graph's
+        self.reduces += [boundary for boundary in self.broadcasts if boundary not in self.reduces]
         while len(self.closed) < len(self.reduces):
             self._close()
         self._issue_broadcasts(len(self.broadcasts))
@@ -284,7 +302,12 @@ class Backward:
             self._finish_reduces()
         if not self.syncs:  # instead of 8
             self.model.keep_gradients(self.reduces) if self.keep else self.model.drop_gradients()
-        self.model.backward, self.model.spent, self.model.kept = None, True, self.keeps_graph and self.keep
+        self.model.backward, self.model.spent = None, True
+        if not self.keeps_graph:
+            for record in self.walked:
+                record.is_spent = True
+            if len(self.model.records) == 1:  # of several, ranks may have walked other ones: they agree the next time
+                self.model.records = []
         if self.late and self.keep:  # raise behind FSDP2's own last callback, so that its collectives pair, too
             torch.autograd.Variable._execution_engine.queue_callback(self._refuse_late_gradients)
 
@@ -300,7 +323,7 @@ class Backward:
     def _next_start(self) -> int:
         """The first start of the boundary that is reduced next; 0 if it is not in the record, or there is none."""
         following = self.reduces[len(self.closed) :]
-        return self.model.started.get(following[0], 0) if following else 0
+        return self.started.get(following[0], 0) if following else 0
 
     def _issue_broadcasts(self, end: int) -> None:
         """5 refill: those before position `end` of the list that have not been issued."""
@@ -311,12 +334,12 @@ class Backward:
     def _close(self) -> None:
         """7 free and 8 reduce: the next boundary of the list is over.
 
-        Before that come the broadcasts that a rank has issued which came to every moment until now.
+        First come the broadcasts that a rank which came to every earlier moment would have issued by now.
         """
         start, boundary = self._next_start(), self.reduces[len(self.closed)]
         self.closed.add(boundary)
-        self._issue_broadcasts(sum(end > start for end in self.model.ended.values()) + PREFETCH)
-        if not self._keeps_buffers():
+        self._issue_broadcasts(sum(end > start for end in self.ended.values()) + PREFETCH)
+        if boundary in self.unsharded and not self._keeps_buffers():  # else a recompute may need the broadcast yet
             boundary.reshard()
         self.unsharded.discard(boundary)
         if self.syncs:
@@ -372,11 +395,9 @@ class DedicatedModel:
         self.calls: list[Boundary] = []  # this forward's boundaries, call by call
         self.expected: list[Boundary] = []  # the last forward's, which prefetch goes by
         self.clock = 0  # counts the starts and ends of the boundaries' calls that are recorded for a backward
-        self.recorded_from = 0  # the clock when this record began
-        self.started: dict[Boundary, int] = {}  # the record: first starts, in order
-        self.ended: dict[Boundary, int] = {}  # the record: last ends, in order
-        self.spent = False  # a backward has used the record: the next forward begins a new one,
-        self.kept = False  # unless it kept its graph, which the next backward may go through beside a new one
+        self.records: list[Record] = []  # of forwards that a backward may still go through
+        self.graph: Graph | None = None  # of the forward that runs now
+        self.spent = False  # no forward with a graph has begun since the last backward
         self.backward: Backward | None = None
         self.syncs = True  # a backward reduces; False inside `no_sync`
         self.unreduced: dict[Boundary, None] = {}  # boundaries whose gradients wait, since `no_sync`
@@ -394,8 +415,11 @@ class DedicatedModel:
             self._begin_forward(boundary)
         boundary.finish_unshard()
         if torch.is_grad_enabled():
+            if self.graph is None:  # the first of this forward
+                self.graph, self.spent = Graph(), False
+                self.records.append(Record(weakref.ref(self.graph)))
             self.clock += 1
-            self.started.setdefault(boundary, self.clock)
+            self.records[-1].started.setdefault(boundary, self.clock)
         self.calls.append(boundary)
         now_and_next = self.expected[len(self.calls) - 1 : len(self.calls) + 1]
         if PREFETCH and len(now_and_next) == 2 and now_and_next[0] is boundary:
@@ -407,33 +431,51 @@ class DedicatedModel:
         if torch._C._current_graph_task_id() != -1:
             return
         if torch.is_grad_enabled():
-            self.clock = end = self.clock + 1
+            self.clock += 1
+            self.records[-1].ended[boundary] = self.clock
+            hook = partial(self._pre_backward, boundary, self.clock, self.records[-1], self.graph)
             for tensor in _grad_tensors(output):
-                tensor.register_hook(lambda gradient: self.current_backward().enter(boundary, end))
-            self.ended.pop(boundary, None)
-            self.ended[boundary] = end
+                if not tensor.is_leaf:  # whose gradient comes as early as its last use lets it
+                    tensor.register_hook(hook)
         self._release(boundary)
         if boundary is self.forward_root:
-            self.forward_root = None
+            self.forward_root = self.graph = None
             for unused in self.boundaries:  # a prefetch that nobody used would serve old weights after the step
                 self._release(unused)
 
+    def _pre_backward(self, boundary: Boundary, end: int, record: Record, graph: Graph, gradient: Tensor) -> None:
+        """The backward has come to the output of a boundary's call."""
+        backward = self.current_backward()
+        backward.walked.add(record)
+        backward.enter(boundary, None if record.is_spent else end)
+
+    def records_in_question(self) -> list[Record]:
+        """Those of all forwards that this backward may go through: usually one, and nothing is to be found out.
+
+        After several forwards without a backward, or with graphs that were kept, all ranks agree on the oldest graph
+        that is alive on any of them. What is older is forgotten: its graph is gone, or a backward has used it up.
+        """
+        if len(self.records) > 1:
+            alive = [i for i, record in enumerate(self.records) if record.graph() and not record.is_spent]
+            oldest = torch.tensor(min(alive, default=len(self.records) - 1), device=self.mesh.device)
+            for group in self.mesh.groups():
+                dist.all_reduce(oldest, dist.ReduceOp.MIN, group=group)
+            self.records = self.records[oldest.item() :]
+        return self.records
+
     def _release(self, boundary: Boundary) -> None:
         """Z3 frees the buffers; Z2 keeps those that a backward, or under `no_sync` a forward, will need."""
-        needed = self.resident or (boundary in self.started and not self.spent)
+        awaited = not self.spent and any(boundary in record.started for record in self.records)
+        needed = self.resident or awaited
         boundary.hide() if needed and not self.reshard_after_forward else boundary.reshard()
 
     def _begin_forward(self, boundary: Boundary) -> None:
         """The outermost boundary starts. What an exception left behind, in forward or backward, ends here."""
         self.settle()
-        if self.spent and torch.is_grad_enabled():  # an eval leaves the record to a second graph's backward
-            if not self.kept:
-                self.started, self.ended, self.recorded_from = {}, {}, self.clock
-            self.spent = False
         for stale in self.boundaries:
             self._release(stale)
         self.adopt()
-        self.forward_root, self.expected, self.calls = boundary, self.calls, []
+        self.forward_root, self.expected, self.calls, self.graph = boundary, self.calls, [], None
 
     def settle(self) -> None:
         """Before anything that all ranks do together: finish what a backward that raised has left in flight."""

@@ -1,7 +1,6 @@
 """What does a second mesh dimension change? Every owner gets replicas: one more average in, one broadcast out.
 
-Before this file: hooks.py, which calls it for every gradient and every new weight. After it: dmuon.py, which calls
-`agree` (over all dimensions of the mesh) and `synchronise` (over the data-parallel ones) at setup. `SlotMesh` is a
+Before this file: hooks.py, which calls it for every gradient and every new weight. After it: dmuon.py. `SlotMesh` is a
 rank's place in the mesh, and `DedicatedParam` what a rank keeps of one matrix there; a 1-D mesh is the case of one row.
 
 HSDP arranges the ranks as R rows of G: a row shards the model, the rows are replicas of each other, and every rank has
@@ -194,7 +193,7 @@ class DedicatedParam:
         return None if gradient is None else local(gradient)
 
     def accumulate(self, dtype: torch.dtype) -> None:
-        """After a backward under `no_sync`: the gradient joins those that wait for a reduce, in its dtype."""
+        """The gradient joins those that `no_sync` has kept for a reduce, in its dtype."""
         gradient = self.take_gradient()
         if gradient is not None:
             self.waiting = gradient.to(dtype) if self.waiting is None else self.waiting.add_(gradient)
@@ -311,41 +310,6 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 # ------------------------------------------------------------------------------------------ what all ranks agree on
 
 
-def agree(caller: str, texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: torch.device,
-          failure: Exception | None) -> None:
-    """Raise on every rank unless the ranks of each group hold the same text and none of the mesh has failed.
-
-    Args:
-        caller: named in the error.
-        texts: by dimension of the mesh, what must be equal along it, line by line.
-        groups: by dimension; a small collective in each.
-        device: where collectives take their tensors.
-        failure: what this rank raises; its peers are told.
-
-    Raises:
-        ValueError: names the ranks and the first line that differs.
-    """
-    for dimension, group in groups.items():
-        found = _disagreement(f"failed: {failure}" if failure else texts[dimension], group, dimension, device)
-        if found and not failure:
-            failure = ValueError(f"{caller}: {found}")  # raised at the end only: the other dimensions must hear of it
-    if failure:
-        raise failure
-
-
-def _disagreement(text: str, group: dist.ProcessGroup, dimension: str, device: torch.device) -> str | None:
-    """What differs between the texts of a group's ranks, or nothing."""
-    texts = [text.split("\n") for text in gather_texts(text, group, device)]
-    for rank, theirs in enumerate(texts):
-        if theirs[0].startswith("failed: "):
-            return f"rank {rank} of the {dimension} group " + "\n".join(theirs)
-        for i in range(max(len(theirs), len(texts[0]))):
-            ours, other = ("".join(lines[i : i + 1]) or "nothing" for lines in (texts[0], theirs))
-            if ours != other:
-                return (f"ranks disagree. Rank 0 of the {dimension} group has [{ours}], rank {rank} has [{other}]; "
-                        f"every rank must build the same model, in the same order, and pass the same arguments")
-
-
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Every rank's text, in the group's order; where all are equal only a hash travels.
 
@@ -367,28 +331,6 @@ def union(lines: Iterable[str], groups: list[dist.ProcessGroup], device: torch.d
     for group in groups:
         lines = "\n".join(gather_texts("\n".join(lines), group, device)).split("\n")
     return [line for line in dict.fromkeys(lines) if line]
-
-
-@contextmanager
-def together(caller: str, device: torch.device) -> Iterator[list[str]]:
-    """If the block raises on one rank, it raises on all, also when ranks have put unlike texts into the list."""
-    failure, said = None, []
-    try:
-        yield said
-    except Exception as error:
-        failure = error
-    agree(caller, {"world": "\n".join(said)}, {"world": dist.group.WORLD}, device, failure)
-
-
-@torch.no_grad()
-def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """Make the tensors those of the mesh's first rank, meta tensors excepted; as bytes, so that any dtype travels."""
-    for tensor in tensors:
-        if not tensor.is_meta and tensor.numel():
-            data = local(tensor).to(device).contiguous()
-            for group in reversed(groups):  # down the first column, then along every row
-                wait(start_broadcast(data.view(-1).view(torch.uint8), group, 0), "broadcast of what has no owner")
-            local(tensor).copy_(data)
 
 
 # ------------------------------------------------------------------------------------------ small pieces

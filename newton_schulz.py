@@ -198,16 +198,16 @@ def equal_shapes(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def batches(parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]) -> list[list[Tensor]]:
-    """Parameters of one kind together, up to BATCH_NUMEL elements; a larger one is alone."""
+    """Parameters of one kind together, up to BATCH_NUMEL elements of this rank; a larger one is alone."""
     found, open_batches = [], {}  # by kind, the batch that takes the next one, and its elements
     for p in parameters:
         batch, numel = open_batches.get(kind(p), ([], 0))
-        numel += p.numel()
-        if not batch or numel > BATCH_NUMEL["cuda" if p.is_cuda else "cpu"]:
-            batch, numel = [], p.numel()
+        own = (p.to_local() if isinstance(p, DTensor) else p).numel()
+        if not batch or numel + own > BATCH_NUMEL["cuda" if p.is_cuda else "cpu"]:
+            batch, numel = [], 0
             found.append(batch)
         batch.append(p)
-        open_batches[kind(p)] = batch, numel
+        open_batches[kind(p)] = batch, numel + own
     return found
 
 
@@ -282,7 +282,9 @@ def full_float32(X: Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        matmul.fp32_precision = "none"  # torch's default, which takes over what is set for all operations
+        if matmul.fp32_precision != before:
+            matmul.fp32_precision = before
 
 
 def default_restarts(X: Tensor, steps: int) -> tuple[int, ...]:

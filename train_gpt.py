@@ -63,7 +63,7 @@ from tqdm import tqdm
 
 import dmuon
 import hooks
-from hsdp import gather, local, together, union
+from hsdp import gather, local, union
 from newton_schulz import adjusted_lr, equal_shapes, orthogonalise
 from partition import ns_flops, step_traffic
 
@@ -595,7 +595,7 @@ class Log:
         self.main, self.device = dist.get_rank() == 0, torch.device(args.device)
         self.started, self.first, self.losses, self.path = time.perf_counter(), 0, [], Path(args.out, name)
         try:
-            with together(name, self.device):
+            with dmuon.together(name, self.device):
                 if self.main:
                     os.makedirs(args.out, exist_ok=True)
                     open(self.path, "a").close()
@@ -605,7 +605,7 @@ class Log:
     def rewind(self, step: int, keep: bool) -> None:
         """Keep this run's records of steps that are done, of another none; a killed run may have torn the last line."""
         self.started, self.first = time.perf_counter(), step
-        with together("log.jsonl", self.device):
+        with dmuon.together("log.jsonl", self.device):
             if self.main:
                 found = []
                 for line in self.path.read_text().splitlines() if step and keep else []:

@@ -56,6 +56,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
@@ -266,7 +267,10 @@ class Backward:
         self.keep = True  # False after an exception: gradients whose reduce is not over are dropped
 
     def enter(self, boundary: Boundary, end: int | None = None) -> None:
-        """Unshard the boundary. `end`: of its call, to whose output the backward has come; what started later is over."""
+        """Unshard the boundary. `end` is that of its call, to whose output the backward has come.
+
+        What started later than that is over.
+        """
         while end is not None and end < self._next_start():
             self._close()
         if boundary in self.unsharded or (end is not None and boundary in self.closed):  # an output that was an input
@@ -312,9 +316,8 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._refuse_late_gradients)
 
     def _refuse_late_gradients(self) -> None:
-        raise RuntimeError(f"the gradient of {self.late} came after its reduce was issued, and is lost: the matrix was "
-                           "used before its layer ran, or in a graph made before the last backward, beside a new one. "
-                           "Use it where its layer runs; call backward for each graph by itself")
+        raise RuntimeError(f"the gradient of {self.late} came after its reduce was issued, and is lost: the forward "
+                           "used the matrix before its layer ran. Use it where its layer runs")
 
     def _keeps_buffers(self) -> bool:
         """Z2 under `no_sync`: the next micro-batch finds the weights there."""
@@ -363,8 +366,8 @@ class Backward:
         with record_function(f"dmuon.reduce {boundary.name}"):
             self.in_flight.append([TwoStageReduce(params, buffer.reduce_dtype, self.model.mesh)
                                    for buffer, params in trained if params])
-        for reductions in self.in_flight[:-1]:
-            for reduction in reductions:
+        if self.model.mesh.num_replicas > 1:  # else there is none, and nothing to wait for yet
+            for reduction in itertools.chain(*self.in_flight[:-1]):
                 reduction.start_stage_two()
 
     def _finish_reduces(self) -> None:

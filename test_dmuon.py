@@ -1573,6 +1573,46 @@ class SelectiveLooped(SelectiveNet):
         return self.head(x)
 
 
+class Parted(Net):
+    """One checkpoint around two layers, of which even ranks use the second one's output, and odd ranks the first's."""
+
+    class Plain(nn.Module):  # without parameters of FSDP2's, which cannot do this
+        def __init__(self, *widths: int):
+            super().__init__()
+            self.maps = nn.ModuleList(nn.Linear(n, m, bias=False) for n, m in zip(widths, (*widths[1:], widths[0])))
+
+        def forward(self, x):
+            for linear in self.maps:
+                x = torch.tanh(linear(x))
+            return x
+
+    def __init__(self):
+        super().__init__(Parted.Plain)
+
+    def forward(self, tokens):
+        both = lambda x: (y := self.layers[1](x), self.layers[2](y))
+        outputs = checkpoint(both, self.layers[0](self.embed(tokens)), use_reentrant=False)
+        return self.head(outputs[1 - tokens[0, 0].item() % 2])
+
+
+class Carried(Net):
+    """Layers hand on a trained leaf beside their output; only the last one uses it."""
+
+    class CarriedBlock(Block):
+        def forward(self, x, leaf):
+            return super().forward(x), leaf
+
+    def __init__(self):
+        super().__init__(Carried.CarriedBlock)
+        self.leaf = nn.Parameter(torch.rand(8))
+
+    def forward(self, tokens):
+        x, leaf = self.embed(tokens), self.leaf
+        for layer in self.layers:
+            x, leaf = layer(x, leaf)
+        return self.head(x * leaf)
+
+
 class Launches(TorchDispatchMode):
     """The group of every collective that this rank issues, FSDP2's and DTensor's as well, in the order of issue."""
 
@@ -1639,7 +1679,7 @@ def recorded(rank: int, layout: str, zero: int, make: Callable, steps: int = 2, 
 
 
 ORDERS = [("4", Net, False), ("4", Choosy, False), ("4", SelectiveNet, False), ("2", Looped, False),
-          ("4", SelectiveLooped, False), ("2", Nested, False), ("2", OuterCheckpoint, False), ("2", WideCheckpoint, False),
+          ("4", SelectiveLooped, False), ("2", Nested, False), ("2", OuterCheckpoint, False), ("2", WideCheckpoint, False), ("2", Parted, False),
           ("4", Choosy, True), ("2x2", Net, False), ("2x2", Choosy, False), ("2x2", SelectiveNet, False),
           ("2x2", SelectiveLooped, False), ("2x2", Nested, False), ("2x2", Choosy, True), ("2x2", SelectiveNet, True),
           ("2 tp2", Net, False), ("2 tp2", Choosy, False), ("2 tp2", Choosy, True)]
@@ -1657,6 +1697,29 @@ def test_all_ranks_issue_one_order_over_all_communicators(zero, spread):
         for case, logs in zip(cases, zip(*run(ranks, law)), strict=True):
             for step in zip(*logs):
                 assert_one_order(step)
+
+
+@pytest.mark.parametrize("make", [Parted, Carried, Nested, Choosy])
+@pytest.mark.parametrize("zero", [3, 2])
+def test_parts_of_layers_may_be_used_by_some_ranks_only(make, zero, spread):
+    """Recomputed or nested ones, and leaves handed on: averaged gradients are those of one process."""
+
+    def law(rank):
+        options = {"hook_boundary_predicate": lambda module: isinstance(module, Block)} if make is Nested else {}
+        model = shard(net(make=make), zero, **options)
+        for step in batches(2, 2):
+            loss_of(model, step[rank]).backward()
+        return snapshot(model)["grads"]
+
+    def one(rank):
+        model = net(make=make)
+        sum(loss_of(model, batch) for step in batches(2, 2) for batch in step).div(2).backward()
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+    got = {n: g for grads in run(2, law) for n, g in grads.items()}
+    expected = run(1, one)[0]
+    assert got.keys() == expected.keys()
+    assert all(torch.allclose(got[n], grad, rtol=1e-10, atol=1e-12) for n, grad in expected.items())
 
 
 @pytest.mark.parametrize("layout, make", [("4", Choosy), ("2x2", Choosy), ("2x2", SelectiveNet), ("2 tp2", Choosy)])
@@ -2545,28 +2608,38 @@ def test_the_peak_is_at_most_that_of_fsdp2_and_adamw(replicate, model, rows, spr
     assert 0.5 < min(ratios) and max(ratios) <= 1, ratios
 
 
-def test_z3_holds_the_buffers_of_two_boundaries_at_most():
-    """During forward and backward, this layer's and the next one's; Z2 holds all at the end of the forward."""
+@pytest.mark.parametrize("before", ["nothing", "a forward that nobody walks", "a graph that is kept"])
+def test_z3_holds_the_buffers_of_two_boundaries_at_most(before):
+    """During forward and backward, this layer's and the next one's; Z2 holds all at the end of the forward.
+
+    Of gradients that no reduce has taken yet a rank holds those of one layer. Both whatever forwards came before.
+    """
 
     def law(rank, zero):
         model = shard(net(make=lambda: Net(Block, ((8, 16),) * 6)), zero)
-        most = 0
+        most = [0, 0]
+        params = {layer: [p for p in model._dmuon.params.values() if p.holders[0][0] in layer.maps]
+                  for layer in model.layers}
 
         def look(*_):
-            nonlocal most
             states = [boundary.state for boundary in model._dmuon.boundaries if boundary.params]
-            most = max(most, sum(state is not hooks.BufferState.SHARDED for state in states))
+            most[0] = max(most[0], sum(state is not hooks.BufferState.SHARDED for state in states))
+            gradients = [any(p.full is not None and p.full.grad is not None for p in params[layer]) for layer in params]
+            most[1] = max(most[1], sum(gradients))
 
         for layer in model.layers:
             for linear in layer.maps:
                 linear.register_forward_hook(look)
                 linear.register_full_backward_hook(look)
-        for step in batches(2, 3):
-            loss_of(model, step[rank]).backward()
+        for step in batches(2, 4):
+            if before == "a forward that nobody walks":
+                loss_of(model, step[rank]).item()
+            loss = loss_of(model, step[rank])
+            loss.backward(retain_graph=before == "a graph that is kept")
         return most
 
-    assert run(2, law, 3) == [2, 2]
-    assert run(2, law, 2) == [6, 6]
+    assert run(2, law, 3) == [[2, 1], [2, 1]]
+    assert run(2, law, 2) == [[6, 1], [6, 1]]
 
 
 @pytest.fixture

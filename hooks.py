@@ -230,7 +230,7 @@ class Graph:
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """The boundaries' calls of one outermost forward, by the clock, until a backward cannot go through them any more."""
+    """The boundaries' calls of one outermost forward, by the clock, while a backward may go through them."""
 
     graph: weakref.ref[Graph]
     started: dict[Boundary, int] = dataclasses.field(default_factory=dict)  # first starts, in order

@@ -44,8 +44,8 @@ in the parameter's own dtype.
 With P elements in dedicated matrices a rank passes 2 P to broadcasts and P to reduces per forward and backward in Z3,
 P and P in Z2; on a ring of N it sends (N-1)/N of that, on average over the ranks.
 
-`torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a step, on a rank that owns none of it. Its
-bytes are those of storage and landing tensor together:
+The bytes below are those of storage and landing tensor together:
+`torchrun --nproc_per_node=4 hooks.py` traces one layer of three through a step, on a rank that owns none of it:
 
   Z3  2 layer 1, forward     layer 1 UNSHARDED, its weight has 4096 elements; bytes of all layers: [0, 16384, 16384]
   Z3  4 after the forward    layer 1 SHARDED  , its weight has    0 elements; bytes of all layers: [0, 0, 0]

@@ -21,8 +21,10 @@ import importlib.util
 import itertools
 import logging
 import math
+import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -33,11 +35,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, zeros
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hooks import DedicatedModel
-from hsdp import DedicatedParam, Slot, SlotMesh, gather, gather_texts, local, mesh_device, replicate, start_broadcast
-from hsdp import union, wait
+from hsdp import DedicatedParam, Slot, SlotMesh, equalise_group_counts, gather, gather_texts, local, mesh_device
+from hsdp import replicate, start_broadcast, union, wait
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, batches
 from newton_schulz import equal_shapes, float64_norm, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
 from newton_schulz import tensor_parallel_norms
@@ -49,8 +52,10 @@ __all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "
            "newton_schulz", "gram_newton_schulz", "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS",
            "POLAR_EXPRESS_COEFFICIENTS"]
 
+CPU = torch.device("cpu")
 
-# ------------------------------------------------------------------------------------------ the FSDP2 patch
+
+# ------------------------------------------------------------------------------------------ patches of torch
 
 
 def _patch_fsdp() -> None:
@@ -84,7 +89,42 @@ def _patch_fsdp() -> None:
     _fsdp_init._get_managed_states = get_managed_states
 
 
+def _patch_grad_scaler() -> None:
+    """Let `torch.amp.GradScaler` unscale `Muon`'s gradients: all ranks of the mesh see what one of them has found.
+
+    Private, because the stock scaler gives torch one list, which must not have tensors beside DTensors, and asks
+    nobody whether a gradient that another rank owns has overflowed.
+    """
+    original = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
+    if original is None:
+        raise ImportError(f"dmuon cannot patch torch.amp.GradScaler of torch {torch.__version__}, which no longer has "
+                          "_unscale_grads_. Use torch 2.13 or 2.14")
+    if hasattr(original, "_dmuon"):
+        return
+
+    @wraps(original)
+    @torch.no_grad()
+    def unscale_grads(scaler, optimizer, inv_scale, found_inf, allow_fp16):
+        if not isinstance(optimizer, Muon):
+            return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        mesh = optimizer._dedicated.mesh
+        found, inverse = found_inf.to(mesh.device), inv_scale.to(mesh.device)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        for dtype in {gradient.dtype for gradient in gradients}:
+            alike = [local(gradient) for gradient in gradients if gradient.dtype == dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+        for group in mesh.groups():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return {found.device: found}
+
+    unscale_grads._dmuon = True
+    torch.amp.GradScaler._unscale_grads_ = unscale_grads
+
+
 _patch_fsdp()
+_patch_grad_scaler()
 
 
 # ------------------------------------------------------------------------------------------ dedicate_params
@@ -145,7 +185,7 @@ def dedicate_params(
     texts = dict.fromkeys(groups, signature(model, slots))
     tp_group = {} if tp_mesh is None else {"tp": tp_mesh.get_group()}
     if tp_mesh is not None:
-        texts["tp"] = f"{texts['shard']}\n{_checksums(model.named_parameters())}"
+        texts["tp"] = "\n".join([texts["shard"], *_checksums(model.named_parameters(), "seed tp ranks alike")])
     agree("dedicate_params", texts, {**tp_group, **groups}, device, failure)
     chosen = {matrix.parameter for matrix in matrices}
     synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], [*groups.values()], device)
@@ -158,7 +198,18 @@ def dedicate_params(
         module._dmuon = dedicated
     _StateDicts(model, dedicated)
     replicate(dedicated.params.values(), slot_mesh)
+    this = weakref.ref(dedicated)
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: _after_step(this(), optimizer))
+    weakref.finalize(dedicated, hook.remove)
     return owners(model)
+
+
+def _after_step(dedicated: DedicatedModel | None, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer other than `Muon` may have changed owned data: the owners' replicate peers take it over."""
+    if dedicated is not None and not isinstance(optimizer, Muon):
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if any(p.sharded in stepped for p in dedicated.params.values()):
+            dedicated.refresh()
 
 
 def _check_call(**given: object) -> None:
@@ -212,14 +263,14 @@ def _tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None)
     return found
 
 
-def _checksums(named: Iterable[tuple[str, Tensor]]) -> str:
-    """A line for each tensor that every rank of a tensor-parallel mesh should hold alike: one that is no DTensor."""
+def _checksums(named: Iterable[tuple[str, Tensor]], advice: str) -> list[str]:
+    """A line for each tensor that ranks should hold alike: one that is no DTensor."""
     lines = []
     for name, tensor in named:
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
-            total = local(tensor).contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).item()
-            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, bytes adding up to {total}: seed tp ranks alike")
-    return "\n".join(lines)
+            total = tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).item()
+            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, bytes adding up to {total}: {advice}")
+    return lines
 
 
 # ----------------------------------------------------------------------------------- what all ranks agree on
@@ -261,14 +312,17 @@ def _disagreement(text: str, group: dist.ProcessGroup, dimension: str, device: t
 
 
 @contextmanager
-def together(caller: str, device: torch.device) -> Iterator[list[str]]:
-    """If the block raises on one rank, it raises on all, also when ranks have put unlike texts into the list."""
+def together(caller: str, device: torch.device, group: dist.ProcessGroup | None = None) -> Iterator[list[str]]:
+    """If the block raises on one rank of the group, it raises on all, also when they put unlike texts into the list.
+
+    None is the group of all ranks.
+    """
     failure, said = None, []
     try:
         yield said
     except Exception as error:
         failure = error
-    agree(caller, {"world": "\n".join(said)}, {"world": dist.group.WORLD}, device, failure)
+    agree(caller, {"whole": "\n".join(said)}, {"whole": group or dist.group.WORLD}, device, failure)
 
 
 @torch.no_grad()
@@ -276,10 +330,12 @@ def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup], devi
     """Make the tensors those of the mesh's first rank, meta tensors excepted; as bytes, so that any dtype travels."""
     for tensor in tensors:
         if not tensor.is_meta and tensor.numel():
-            data = local(tensor).to(device).contiguous()
+            whole = local(tensor)
+            whole = whole[tuple(slice(None) if stride else 0 for stride in whole.stride())]  # once, if it is expanded
+            data = whole.to(device).contiguous()
             for group in reversed(groups):  # down every column, then along every row
                 wait(start_broadcast(data.view(-1).view(torch.uint8), group, 0), "broadcast of what has no owner")
-            local(tensor).copy_(data)
+            whole.copy_(data)
 
 
 # --------------------------------------------------------------------------------- looking at a dedicated model
@@ -301,6 +357,13 @@ def _require_dedicated(model: nn.Module, caller: str) -> DedicatedModel:
         problem = f"{type(model).__name__} has no dedicated parameters"
         raise ValueError(f"{caller}: {problem}; call dmuon.dedicate_params first")
     return dedicated
+
+
+def _place(mesh: SlotMesh) -> dict[str, tuple[int, int]]:
+    """By dimension of the mesh, this rank's coordinate and how many there are."""
+    tp_mesh = mesh.tp_mesh
+    tp = (0, 1) if tp_mesh is None else (tp_mesh.get_local_rank(), tp_mesh.size())
+    return {"shard": (mesh.slot[0], mesh.num_shards), "replicate": (mesh.slot[1], mesh.num_replicas), "tp": tp}
 
 
 def owners(model: nn.Module) -> dict[str, Slot]:
@@ -461,6 +524,23 @@ class Muon(torch.optim.Optimizer):
         """For `copy.deepcopy` and pickle, which would part the optimizer from its model."""
         raise RuntimeError("dmuon.Muon cannot be copied or pickled; its state_dict can, and save_checkpoint has it")
 
+    def state_dict(self) -> dict:
+        """As torch's, of what this rank has, for this rank of the same mesh; `save_checkpoint` knows no ranks."""
+        return {**super().state_dict(), "place": _place(self._dedicated.mesh)}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As torch's.
+
+        Raises:
+            ValueError: the state is another rank's, whose momenta are of other matrices.
+        """
+        here, there = _place(self._dedicated.mesh), state_dict.get("place")
+        if here != there:
+            raise ValueError(f"Muon.load_state_dict: the state is that of {there or 'another optimizer'}, this rank is "
+                             f"{here}; every rank loads its own, or use dmuon.save_checkpoint and load_checkpoint")
+        super().load_state_dict(state_dict)
+
+    @torch.compiler.disable  # what it reads changes between steps in ways that a compiled graph does not ask about
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """One step of both families. Like torch's optimizers it does not look for NaN."""
@@ -669,6 +749,17 @@ def _to_rest(model: nn.Module, dedicated: DedicatedModel | None) -> None:
             module.reshard()
 
 
+def _refuse_state_dict_helpers() -> None:
+    raise RuntimeError("the helpers of torch.distributed.checkpoint.state_dict take every parameter for a shard, and "
+                       "would lose the matrices that dmuon dedicated: use model.state_dict and load_state_dict, "
+                       "dmuon.full_state_dict, dmuon.save_checkpoint and load_checkpoint")
+
+
+def _refuse_divide_factor(factor: float) -> None:
+    raise RuntimeError("dmuon averages the gradients of matrices over all data-parallel ranks, and FSDP2 must do so with "
+                       "the others: scale the loss instead")
+
+
 class _StateDicts:
     """Hooks that make `state_dict` give what this rank owns, and `load_state_dict` take that or an ordinary state dict.
 
@@ -680,7 +771,11 @@ class _StateDicts:
 
     def __init__(self, model: nn.Module, dedicated: DedicatedModel):
         self.model, self.dedicated, self.outermost = model, dedicated, None
+        dedicated.shows_all = False  # `full_state_dict` wants a plain model's keys, and placeholders behind them
         for module in model.modules():
+            # Private: all of torch.distributed.checkpoint.state_dict calls it before anything else
+            module._fqn_modifiers = _refuse_state_dict_helpers
+            module.set_gradient_divide_factor = _refuse_divide_factor  # FSDP2's would be for its half alone
             module.register_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
             module.register_state_dict_post_hook(partial(self.after_state_dict))  # torch marks it: no bound method
             module.register_load_state_dict_pre_hook(self.before_load)
@@ -689,13 +784,14 @@ class _StateDicts:
     def after_state_dict(self, module: nn.Module, state_dict: dict, prefix: str, _: dict) -> None:
         for name in module._parameters:
             p = self.dedicated.matrices.get((module, name))
-            if p and not p.is_owner:
+            if p and not p.is_owner and not self.dedicated.shows_all:
                 state_dict.pop(prefix + name, None)
             elif p and module._parameters[name] is p.full:  # in a backward that has raised, say
                 state_dict[prefix + name] = p.sharded.detach()
         if not prefix:
-            for key in [key for key in state_dict if clean(key) != key]:
-                state_dict[clean(key)] = state_dict.pop(key)
+            for entries in (state_dict, getattr(state_dict, "_metadata", {})):
+                for key in [*entries]:  # all, to keep their order
+                    entries[clean(key)] = entries.pop(key)
 
     def before_load(self, module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
         """At the outermost module: give every entry the name and the form that torch's own loading expects there."""
@@ -730,25 +826,35 @@ class _StateDicts:
             self.dedicated.refresh()
 
 
-def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool = True) -> dict[str, Tensor]:
-    """Whole weights and buffers by FQN, as a plain model's `state_dict`: it loads there, and here.
+@torch.no_grad()
+def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool = True) -> dict[str, object]:
+    """What `state_dict` of the plain model would be, keys in its order, extra state too: it loads there, and here.
 
     Every rank of the mesh calls it; one tensor at a time is whole on the ranks. `save_checkpoint` needs no gather.
 
     Args:
         model: a model that went through `dedicate_params` and `fully_shard`.
-        cpu_offload: the result is on the CPU, else on the model's device.
-        rank0_only: ranks other than global rank 0 get an empty dict.
+        cpu_offload: tensors of the result are on the CPU, else on the model's device.
+        rank0_only: ranks other than the first of the mesh get an empty dict.
     """
-    dedicated, state = _require_dedicated(model, "full_state_dict"), {}
+    dedicated = _require_dedicated(model, "full_state_dict")
     _to_rest(model, dedicated)
-    for fqn, holder, name, _ in [*named_state(model)]:
-        with unshard(holder) if (holder, name) in dedicated.matrices else nullcontext():
-            tensor = holder._parameters.get(name, holder._buffers.get(name)).detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if not rank0_only or dist.get_rank() == 0:
-                state[clean(fqn)] = whole.to("cpu" if cpu_offload else whole.device, copy=True)
-    return state
+    dedicated.shows_all = True
+    try:
+        state = model.state_dict(keep_vars=True)
+    finally:
+        dedicated.shows_all = False
+    matrices = {p.resting: p for p in dedicated.params.values()}
+    keeps = not rank0_only or all(coordinate == 0 for coordinate, _ in _place(dedicated.mesh).values())
+    for key, value in state.items():
+        p = matrices.get(value) if isinstance(value, Tensor) else None
+        with unshard(p.holders[0][0]) if p else nullcontext():
+            value = p.resting if p else value
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            if isinstance(value, Tensor) and keeps:
+                state[key] = value.detach().to("cpu" if cpu_offload else value.device, copy=True)
+    return state if keeps else {}
 
 
 # -------------------------------------------------------------------------------------------------- checkpoints
@@ -760,53 +866,59 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
 
     Each rank writes what it owns, without a gather, by `torch.distributed.checkpoint`, which needs numpy. The entries
     are named by FQN and know nothing of ranks and owners: any other mesh loads them. They are written to
-    `step_00000120.part`, which is renamed when all is on disk. `dcp_to_torch_save` makes an ordinary file of it, whose
-    entry "model" a plain model loads.
+    `step_00000120.part`, which is renamed when all is on disk; `order.txt` then lists all checkpoints as they were
+    written. `dcp_to_torch_save` makes an ordinary file of one, whose entry "model" a plain model loads.
 
     Args:
-        folder: of all checkpoints of a run, on a disk that all ranks share.
-        model, optimizer: any that FSDP2 has sharded, dedicated or not; the optimizer's parameters are the model's.
+        folder: of all checkpoints of a run, on a disk that all ranks share. One model trains on one mesh there: another
+            model, a pipeline stage say, needs a folder of its own.
+        model, optimizer: any that FSDP2 has sharded, dedicated or not; the optimizer's parameters are the model's. All
+            ranks of their mesh call this, and nobody else.
         step: how many steps are done.
-        keep: at least 1: afterwards delete all but that many of the newest complete checkpoints; None: delete none.
+        keep: at least 1: afterwards delete all but that many of the checkpoints written last; None: delete none.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        RuntimeError: on every rank, with the reason, if one cannot write, or they do not share the disk; earlier
-            checkpoints are as they were.
-        ValueError: a negative step, keep below 1.
+        RuntimeError: on every rank, with the reason, if one cannot write, they do not share the disk, the last
+            checkpoint there is of another model, another mesh that runs now has begun to write there, or the optimizer
+            has state that would not come back; earlier checkpoints are as they were.
+        ValueError: a negative step, keep below 1, a folder that is a URL.
         ImportError: without numpy.
     """
     if step < 0 or keep is not None and keep < 1:
         raise ValueError(f"save_checkpoint: step {step}, keep {keep}; expected step >= 0, and keep >= 1 or None")
-    dcp, device, is_first = _checkpoint_library(), _parameters_device(model), dist.get_rank() == 0
-    final = Path(folder) / f"step_{step:08d}"
-    part, old = final.with_suffix(".part"), final.with_suffix(".old")
+    dcp, final = _checkpoint_library(), _local_path(folder) / f"step_{step:08d}"
+    part, dedicated = final.with_suffix(".part"), _dedicated(model)
+    group = _mesh_group(model)
+    is_first = group.rank() == 0
     try:
-        with together("save_checkpoint", device) as said:
+        with together("save_checkpoint", CPU, group) as said:
             said.append(str(final.resolve()))
-            _to_rest(model, _dedicated(model))
+            device = _parameters_device(model)
+            _to_rest(model, dedicated)
             names = _names(model)
             state = {"model": {clean(key): value for key, value in model.state_dict().items()}, "step": step,
                      "optimizer": {names[p]: values for p, values in optimizer.state.items()},
                      "groups": _groups(optimizer, names)}
+            placements, alike = _check_state(optimizer, names)
+            said += alike
+            if placements:
+                state["placements"] = (placements,)  # in a tuple, which dcp saves as one object
             if is_first:
+                final.parent.mkdir(parents=True, exist_ok=True)
+                _claim(final.parent)
+                newest, entries, _ = _find_checkpoint(final.parent)
+                if newest:
+                    _check_names(newest, entries, model, dedicated)
                 shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
-                part.mkdir(parents=True)
-        _call_dcp(dcp.save, state | {"rng": _random_states(device)}, part)
-        with together("save_checkpoint", device):
+                part.mkdir()
+        _call_dcp(dcp.save, state | {"rng": _random_states(device, group)}, part, group)
+        with together("save_checkpoint", CPU, group):
             if is_first:
                 _entries(part)  # on a disk that the ranks do not share the others' files are missing
-                shutil.rmtree(old, ignore_errors=True)
-                if final.exists():
-                    final.rename(old)
-                part.rename(final)
-                found = _newest_first(final.parent)
-                scraps = [path for path in found if path.suffix]
-                whole = [path for path in found if not path.suffix and (path / ".metadata").exists()]
-                for path in scraps + whole[keep:] if keep else scraps:
-                    shutil.rmtree(path)
+                _put_in_place(part, final, keep)
     except Exception as error:
         if is_first:
             shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
@@ -820,25 +932,30 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
     On the same mesh training goes on to the same bits. Groups of the optimizer get the options that they were saved
     with, rates included, as by torch's `load_state_dict`. Rank r takes the random state of rank r modulo their number.
+    Load only what you trust: like torch's own loading of checkpoints it runs code that a file may hold.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints: then the last one written that is complete, whatever its step;
-            others are skipped with a line to the logger "dmuon".
+        path: a checkpoint, or a folder of checkpoints: then the last one written that is complete, whatever its step,
+            by `order.txt`; others are skipped with a line to the logger "dmuon".
         model, optimizer: as for `save_checkpoint`, on a real device.
 
     Raises:
         FileNotFoundError: on every rank; there is no complete checkpoint.
         ValueError: on every rank and before anything is changed; the checkpoint is of another model or optimizer, ranks
-            see different ones, or gradients of `no_sync` have not been reduced.
+            see different ones, gradients of `no_sync` have not been reduced, or the path is a URL.
     """
-    dcp, device, dedicated = _checkpoint_library(), _parameters_device(model), _dedicated(model)
-    with together("load_checkpoint", device) as said:
+    dcp, dedicated, path = _checkpoint_library(), _dedicated(model), _local_path(path)
+    group = _mesh_group(model)
+    with together("load_checkpoint", CPU, group) as said:
+        device = _parameters_device(model)
         _to_rest(model, dedicated)
         if dedicated and dedicated.unreduced:
-            raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of it; they would be "
-                             "added to the next ones")
-        folder, saved, reasons = _find_checkpoint(Path(path))
+            raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of it; they would "
+                             "be added to the next ones")
+        folder, saved, reasons = _find_checkpoint(path)
         said.append(str(folder and folder.resolve()))
+        for reason in reasons if folder and group.rank() == 0 else []:
+            logging.getLogger("dmuon").warning("skipped: %s", reason)
         if folder:
             _check_names(folder, saved, model, dedicated)
     if folder is None:
@@ -846,25 +963,31 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     names = _names(model)
     rng = {name: torch.empty(saved[f"rng.{name}"].size, dtype=torch.uint8) for name in ("cpu", device.type)
            if f"rng.{name}" in saved}
-    state = {"step": 0, "rng": rng, "groups": ()}
-    _call_dcp(dcp.load, state, folder)
+    state = {"step": 0, "rng": rng, "groups": ()} | ({"placements": ()} if "placements" in saved else {})
+    _call_dcp(dcp.load, state, folder, group)
     for ours, theirs in itertools.zip_longest(_groups(optimizer, names), state["groups"], fillvalue={}):
-        if ours.get("params") != theirs.get("params") or (ours.keys() ^ theirs.keys()) - {"initial_lr"}:
-            raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is of another optimizer")
-    values = _empty_state(saved, optimizer, names, dedicated)
+        # Schedulers add options, before or after; the optimizer's own are what both must have
+        differs = any(ours.get(key) != theirs.get(key) for key in ("params", "family"))
+        if differs or optimizer.defaults.keys() - theirs.keys():
+            raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is of another "
+                             "optimizer")
+    placements = dict(*state.get("placements", ()))
+    values = _empty_state(saved, placements, optimizer, names, dedicated)
     given = model.state_dict()
     weights = {clean(key): value for key, value in given.items()}
-    _call_dcp(dcp.load, {"model": weights, "optimizer": values}, folder)  # in place
+    _call_dcp(dcp.load, {"model": weights, "optimizer": values}, folder, group)  # in place
     # What is no tensor is set; and the hooks of this call refresh what has copies of the weights
     model.load_state_dict({key: weights[clean(key)] for key in given if key.endswith("_extra_state")}, strict=False)
     optimizer.state.clear()
     optimizer.state.update({p: values[fqn] for p, fqn in names.items() if fqn in values})
-    for group, options in zip(optimizer.param_groups, state["groups"]):
-        tensors = {key: value.fill_(options[key]) for key, value in group.items() if isinstance(value, Tensor)}
-        group.update({**options, **tensors, "params": group["params"]})
+    for options_of, options in zip(optimizer.param_groups, state["groups"]):
+        tensors = {key: value.fill_(options[key]) for key, value in options_of.items()
+                   if isinstance(value, Tensor) and key in options}
+        options_of.update({**options, **tensors, "params": options_of["params"]})
     for name, states in rng.items():
-        own = states[dist.get_rank() % len(states)].clone()  # torch crashes on a view
+        own = states[group.rank() % len(states)].clone()  # torch crashes on a view
         torch.set_rng_state(own) if name == "cpu" else torch.cuda.set_rng_state(own)
+    _claimed.setdefault(folder.resolve().parent)  # a run that resumes may go on there
     return state["step"]
 
 
@@ -875,24 +998,43 @@ def _checkpoint_library():
     return importlib.import_module("torch.distributed.checkpoint")
 
 
-@contextmanager
-def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
-    """All ranks by a backend that sends CPU tensors: dcp sends objects, which NCCL would copy to the device first."""
-    if torch.device("cpu") in dist.group.WORLD._device_types:  # private, and what torch's object collectives go by
-        yield None  # the world itself
-        return
-    group = dist.new_group(backend="gloo")
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
+def _local_path(path: str | Path) -> Path:
+    if re.match(r"[\w+.-]{2,}:/", str(path)):  # one letter is a disk; Path leaves one slash
+        raise ValueError(f"checkpoints go to a disk that all ranks share, but '{path}' is a URL; copy the folder there")
+    return Path(path)
 
 
-def _call_dcp(function: Callable, state: dict, folder: Path) -> None:
+def _mesh_group(model: nn.Module) -> dist.ProcessGroup:
+    """All ranks that hold a part of the model, by a backend that sends CPU tensors.
+
+    dcp sends objects, which NCCL would copy to the device first.
+    """
+    if model not in _mesh_groups:
+        dedicated = _dedicated(model)
+        if dedicated:
+            groups, device = [dedicated.mesh.reduce_group, *dedicated.mesh.groups()], dedicated.mesh.device
+        else:
+            meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+            groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+            device = mesh_device(next(iter(meshes))) if meshes else CPU
+        ranks = sorted(int(rank) for rank in union([str(dist.get_rank())], groups, device))
+        whole_world = not groups or len(ranks) == dist.get_world_size()
+        if whole_world and CPU in dist.group.WORLD._device_types:  # private, what torch's object collectives go by
+            _mesh_groups[model] = dist.group.WORLD
+        else:
+            equalise_group_counts(groups, device)
+            _mesh_groups[model] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _mesh_groups[model]
+
+
+# Kept: torch would make a second group of the same ranks by the name, and at the addresses, of one that was destroyed
+_mesh_groups: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _call_dcp(function: Callable, state: dict, folder: Path, group: dist.ProcessGroup) -> None:
     """Call dcp, which tells every rank of the others' failures, but by a BaseException."""
     try:
-        with _cpu_group() as group:
-            function(state, checkpoint_id=folder, process_group=group)
+        function(state, checkpoint_id=folder, process_group=group)
     except _checkpoint_library().CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
         raise RuntimeError(f"'{folder}': {reasons}") from error
@@ -906,12 +1048,10 @@ def _parameters_device(model: nn.Module) -> torch.device:
     return p.device
 
 
-def _random_states(device: torch.device) -> dict[str, Tensor]:
+def _random_states(device: torch.device, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """{kind of device: (ranks, bytes)}, on the CPU."""
     states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
-    for name, own in states.items():
-        states[name] = torch.stack(gather(own.to(device), dist.group.WORLD)).cpu()
-    return states
+    return {name: torch.stack(gather(own, group)) for name, own in states.items()}
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -926,12 +1066,92 @@ def _groups(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) ->
                  for group in optimizer.param_groups)
 
 
+def _check_state(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> tuple[dict, list[str]]:
+    """What a checkpoint must know of an optimizer's state beside its values, and what all ranks must hold alike.
+
+    Returns:
+        {"FQN.key": placements} of DTensors that are not laid out as their parameter, e.g. one number a row; a line for
+        each value that is no DTensor.
+
+    Raises:
+        TypeError, ValueError: names a value that would not come back as it was.
+    """
+    placements, alike = {}, []
+    for p, values in optimizer.state.items():
+        dedicated = hasattr(p, "_dedicated_owner_rank")
+        for key, value in values.items():
+            name = f"{names[p]}.{key}"
+            if dedicated and not local(p).numel():
+                raise ValueError(f"optimizer state '{name}' is not on the matrix's owner alone; use dmuon.Muon")
+            if isinstance(value, DTensor):
+                if any(placement.is_partial() for placement in value.placements):
+                    raise ValueError(f"optimizer state '{name}' is a sum that the ranks have not added up yet")
+                if (value.shape, value.placements) != (p.shape, getattr(p, "placements", None)):
+                    placements[name] = value.placements
+            elif isinstance(value, Tensor):
+                alike += [] if dedicated else _checksums([(name, value)], "a rank's own part must be a DTensor")
+            elif isinstance(value, (int, float, complex, str)) or value is None:
+                alike.append(f"{name} {value!r}")
+            else:
+                raise TypeError(f"optimizer state '{name}' is a {type(value).__name__}, no tensor or number")
+    return placements, alike
+
+
+_claimed: dict[Path, int | None] = {}  # folders that this process may write checkpoints to, and their locks
+
+
+def _claim(folder: Path) -> None:
+    """Lock the folder until this process ends, so that no other mesh starts to write checkpoints there meanwhile."""
+    folder = folder.resolve()
+    if folder in _claimed or importlib.util.find_spec("fcntl") is None:  # not on Windows
+        return
+    fcntl, lock = importlib.import_module("fcntl"), os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise RuntimeError("another mesh writes its checkpoints there now; give each a folder of its own, or load from "
+                           "it first to go on there") from None
+    except OSError:  # a disk that has no locks
+        pass
+    _claimed[folder] = lock
+
+
+def _put_in_place(part: Path, final: Path, keep: int | None) -> None:
+    """Rename a complete checkpoint, list it, then delete what is superfluous: at any moment a complete one is there."""
+    folder, old = final.parent, final.with_suffix(".old")
+    for path in _newest_first(folder):
+        if path.suffix == ".old" and not path.with_suffix("").exists():
+            path.rename(path.with_suffix(""))  # a run was killed between the two lines below
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    part.rename(final)
+    others = [path for path in _newest_first(folder) if not path.suffix and path != final]
+    order = "".join(f"{path.name}\n" for path in (*reversed(others), final))
+    (folder / "order.part").write_text(order)
+    os.replace(folder / "order.part", folder / "order.txt")
+    whole = [final, *(path for path in others if (path / ".metadata").exists())]
+    scraps = [path for path in _newest_first(folder) if path.suffix]
+    for path in scraps + whole[keep:] if keep else scraps:
+        shutil.rmtree(path)
+
+
 def _newest_first(folder: Path) -> list[Path]:
-    """Checkpoints, torn ones too, by the time when they were written, not by their steps."""
-    found = [p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}(\.part|\.old)?", p.name) and p.is_dir()]
-    files = {path: path / ".metadata" for path in found}  # which dcp writes last
-    times = {path: (file if file.exists() else path).stat().st_mtime_ns for path, file in files.items()}
-    return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
+    """Checkpoints, torn ones too, in the order of writing that `order.txt` tells: never by times, which a copy changes.
+
+    One that it does not list is newer: the run was killed in between. So is one beside its own old copy, and among
+    these, and without the file, the higher step.
+    """
+    found = {p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}(\.part|\.old)?", p.name) and p.is_dir()}
+    file = folder / "order.txt"
+    listed = file.read_text(errors="replace").split() if file.exists() else []
+
+    def age(path: Path) -> tuple:
+        is_listed = path.stem in listed and (path.suffix or path.with_suffix(".old") not in found)
+        return listed.index(path.stem) if is_listed else len(listed), int(path.stem[5:]), not path.suffix
+
+    return sorted(found, key=age, reverse=True)
 
 
 def _entries(folder: Path) -> dict:
@@ -952,13 +1172,9 @@ def _find_checkpoint(path: Path) -> tuple[Path | None, dict, list[str]]:
         try:
             if candidate.suffix == ".part" or not candidate.is_dir():
                 raise ValueError("the run ended while it was written" if candidate.is_dir() else "no such folder")
-            entries = _entries(candidate)
+            return candidate, _entries(candidate), reasons
         except Exception as error:
             reasons.append(f"'{candidate}' is no complete checkpoint: {error}")
-            continue
-        for reason in reasons if dist.get_rank() == 0 else []:
-            logging.getLogger("dmuon").warning("skipped: %s", reason)
-        return candidate, entries, reasons
     return None, {}, reasons
 
 
@@ -973,24 +1189,36 @@ def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: Dedicat
                 for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"load_checkpoint: '{folder}' is of another model; {'; '.join(problems[:5])}{more}")
+        raise ValueError(f"'{folder}' is of another model; {'; '.join(problems[:5])}{more}. Each model needs a folder "
+                         "of its own")
 
 
-def _empty_state(saved: dict, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str],
+def _empty_state(saved: dict, placements: dict, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str],
                  dedicated: DedicatedModel | None) -> dict[str, dict]:
-    """{FQN: {key: tensor}} to load this rank's part of the parameters' optimizer state into."""
+    """{FQN: {key: value}} to load this rank's part of the parameters' optimizer state into."""
     peers = {p.sharded for p in dedicated.params.values() if not p.is_owner} if dedicated else set()
     groups = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"] if p not in peers}
     state: dict[str, dict] = {}
     for name, entry in saved.items():
         fqn, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if not name.startswith("optimizer.") or not hasattr(entry, "size") or fqn not in groups:
-            continue  # no tensor: nothing to keep
+        if not name.startswith("optimizer.") or fqn not in groups:
+            continue
         p, group = groups[fqn]
-        if entry.size == p.shape:
-            empty = torch.zeros_like(p)  # in the weight's dtype
-        else:  # a count of steps, which `torch.optim.Optimizer.load_state_dict` puts where the kernel looks for it
-            device = p.device if group.get("fused") or group.get("capturable") else None
-            empty = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
-        state.setdefault(fqn, {})[key] = empty.detach()
+        values = state.setdefault(fqn, {})
+        if not hasattr(entry, "size"):  # no tensor
+            values[key] = None
+            continue
+        # In another dtype than the weight's of old it stays; else it takes the weight's of now, as torch casts it
+        kept = key == "step" or entry.properties.dtype != saved[f"model.{fqn}"].properties.dtype
+        dtype = entry.properties.dtype if kept else p.dtype
+        if f"{fqn}.{key}" in placements and isinstance(p, DTensor):
+            layout = placements[f"{fqn}.{key}"]
+            if len(layout) != p.device_mesh.ndim:  # of another mesh: whole, which DTensor's operations take as well
+                layout = [Replicate()] * p.device_mesh.ndim
+            values[key] = zeros(entry.size, dtype=dtype, device_mesh=p.device_mesh, placements=layout)
+        elif entry.size == p.shape:
+            values[key] = torch.zeros_like(p, dtype=dtype).detach()
+        else:  # a count of steps is where `torch.optim.Optimizer.load_state_dict` puts it for the kernel
+            on_cpu = key == "step" and not group.get("fused") and not group.get("capturable")
+            values[key] = torch.zeros(entry.size, dtype=dtype, device=CPU if on_cpu else local(p).device)
     return state

@@ -69,8 +69,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import record_function
 
-from hsdp import DedicatedParam, SlotMesh, TwoStageReduce, local, names, one_launch, replicate, replicate_broadcasts
-from hsdp import split, start_broadcast, wait
+from hsdp import (DedicatedParam, SlotMesh, TwoStageReduce, local, names, one_launch, replicate, replicate_broadcasts,
+                  split, start_broadcast, wait)
 
 PREFETCH = True  # issue the next boundary's broadcast while this one computes; off only to measure what it brings
 
@@ -575,13 +575,13 @@ def _demonstrate(zero: int) -> None:
     look("4 after the forward")
     loss.backward()
     look("7 after the backward")
-    whole, kept = 64 * 64 * 4, 64 * 64 * 4 * (zero == 2)  # float32
-    assert [layer_1 for _, layer_1, _ in held] == [whole, kept, whole, 0], held
+    whole = 64 * 64 * 4  # float32
+    assert [layer_1 for _, layer_1, _ in held] == [whole, whole * (zero == 2), whole, 0], held
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    _demonstrate(zero=3)
-    _demonstrate(zero=2)
+    _demonstrate(3)
+    _demonstrate(2)
     gc.collect()  # frees our groups, and so ends their threads before the interpreter goes
     dist.destroy_process_group()

@@ -236,11 +236,14 @@ class TwoStageReduce:
         wait(self.stage_two, f"reduce of {names(self.params)} over the replicas")
         for p, average in zip(self.params, split(self.flat, self.params)):
             if p.is_owner and keep:
-                if p.sharded.grad is None:  # a copy where a view would keep other slots' parts of `flat` alive
-                    average = average.to(p.sharded.dtype, copy=self.mesh.num_replicas > 1)
-                    p.sharded.grad = p.wrap(average)
-                else:
-                    local(p.sharded.grad).add_(average)
+                # a copy where a view would keep other slots' parts of `flat` alive
+                average = p.wrap(average.to(p.sharded.dtype, copy=self.mesh.num_replicas > 1))
+                for hook in (p.sharded._backward_hooks or {}).values():  # of `register_hook`
+                    changed = hook(average)
+                    average = average if changed is None else changed
+                p.sharded.grad = average if p.sharded.grad is None else p.sharded.grad.add_(average)
+                for hook in (p.sharded._post_accumulate_grad_hooks or {}).values():
+                    hook(p.sharded)
 
 
 class ReplicateBroadcast:

@@ -4956,21 +4956,22 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_ones(kind, failing, 
         return True
 
     assert run(2, law) == [True, True]
-    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "blocked"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "order.txt", "blocked"}
     assert load_anywhere(tmp_path) == [(1, 1.0, [])] * 2
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
-    """`keep` counts complete ones, by when they were written; a step that is saved again replaces the old one."""
+    """`keep` counts complete ones, in the order of writing; a step that is saved again replaces the old one."""
     write_checkpoints(tmp_path, (8, 9))
     write_checkpoints(tmp_path, (1, 2, 3), keep=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000003"}
+    assert {path.name for path in tmp_path.glob("step*")} == {"step_00000002", "step_00000003"}
     torn("no metadata", str(tmp_path / "step_00000003"))  # does not count
     write_checkpoints(tmp_path, (2, 4), keep=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000003", "step_00000004"}
+    assert {path.name for path in tmp_path.glob("step*")} == {"step_00000002", "step_00000003", "step_00000004"}
     shutil.copytree(tmp_path / "step_00000002", tmp_path / "step_00000002.old")  # of a run that was killed there
     write_checkpoints(tmp_path, (2,))
-    assert load_anywhere(tmp_path) == [(2, 2.0, [])] * 2 and not [*tmp_path.glob("*.*")]
+    assert load_anywhere(tmp_path) == [(2, 2.0, [])] * 2
+    assert {path.name for path in tmp_path.glob("*.*")} == {"order.txt"}
 
 
 def test_checkpoints_without_numpy_say_so(tmp_path):
@@ -5068,7 +5069,7 @@ def test_what_the_user_keeps_beside_the_checkpoints_stays(tmp_path):
     (tmp_path / "step_by_step").mkdir()
     (tmp_path / "step_times.csv").write_text("")
     (tmp_path / "step_latest").symlink_to("step_00000001")
-    mine = {path.name for path in tmp_path.iterdir()} - {"step_00000001"}
+    mine = {path.name for path in tmp_path.iterdir()} - {"step_00000001"}  # and the list
     write_checkpoints(tmp_path, (2, 3, 3, 3), keep=1)
     assert {path.name for path in tmp_path.iterdir()} == mine | {"step_00000003"}
     assert load_anywhere(tmp_path) == [(3, 3.0, [])] * 2
@@ -5182,6 +5183,773 @@ def test_a_matrix_that_is_frozen_while_its_gradient_waits_loses_it(spread):
 
     for after, expected in zip(run(2, law, True), run(2, law, False)):
         assert after.keys() == expected.keys() and all(torch.equal(after[n], expected[n]) for n in expected)
+
+
+# ------------------------------------------------------------------------ dmuon.py, what trainers do to a model
+
+
+def batches_of_steps(optimizer: torch.optim.Optimizer, step: Callable) -> None:
+    """Three steps with gradients that do not depend on the weights."""
+    for seed in range(3):
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if p.numel():
+                torch.manual_seed(100 * seed + i)
+                p.grad = torch.randn_like(p)
+        step()
+
+
+@pytest.mark.parametrize("groups", ["one", "each layer its own"])
+def test_a_compiled_step_has_the_bits_of_the_step(groups, spread):
+    """`torch.compile(optimizer.step)`, with batches of one shape in several groups and with several shapes (C17)."""
+
+    def law(rank, compiles):
+        model = shard(net(make=lambda: Net(widths=((8, 16, 16), (8, 16, 16), (8, 12, 20)))))
+        layers = [[p for p in layer.parameters()] for layer in model.layers]
+        rest = [*model.embed.parameters(), *model.head.parameters()]
+        given = None if groups == "one" else [{"params": part} for part in (*layers, rest)]
+        optimizer = dmuon.Muon(model, **OPTIONS, param_groups=given)
+        step = torch.compile(lambda: optimizer.step(), backend="eager") if compiles else optimizer.step
+        batches_of_steps(optimizer, step)
+        return snapshot(model, optimizer)
+
+    for plain, compiled in zip(run(1, law, False), run(1, law, True)):
+        assert plain["weights"].keys() == compiled["weights"].keys() and len(plain["momenta"]) == 9
+        for key in ("weights", "momenta"):
+            assert all(torch.equal(tensor, compiled[key][n]) for n, tensor in plain[key].items()), key
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_torchs_state_dict_helpers_are_refused_before_anything_changes(trained, spread):
+    """Each helper, full and sharded, of the model, a layer and the optimizer: an error that names the way out (C18)."""
+    from torch.distributed.checkpoint import state_dict as helpers
+
+    def law(rank):
+        model = shard(net())
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        if trained:
+            train_step(model, optimizer, batches(2, 1)[0][rank])
+            optimizer.zero_grad()
+        before = snapshot(model), {p: {k: t.clone() for k, t in s.items()} for p, s in optimizer.state.items()}
+        for options in (helpers.StateDictOptions(full_state_dict=full, cpu_offload=full) for full in (False, True)):
+            for call in (
+                lambda: helpers.get_model_state_dict(model, options=options),
+                lambda: helpers.get_model_state_dict(model.layers[0], options=options),
+                lambda: helpers.get_state_dict(model, optimizer, options=options),
+                lambda: helpers.get_optimizer_state_dict(model, optimizer, options=options),
+                lambda: helpers.set_model_state_dict(model, model.state_dict(), options=options),
+                lambda: helpers.set_optimizer_state_dict(model, optimizer, optimizer.state_dict(), options=options),
+                lambda: helpers.set_state_dict(model, optimizer, model_state_dict=model.state_dict(),
+                                               optim_state_dict=optimizer.state_dict(), options=options),
+            ):
+                with pytest.raises(RuntimeError, match="use model.state_dict and load_state_dict, dmuon.full_state_di"):
+                    call()
+        assert all(p.grad is None for p in model.parameters())
+        after = snapshot(model)
+        assert all(torch.equal(tensor, after["weights"][n]) for n, tensor in before[0]["weights"].items())
+        same = {p: {k: torch.equal(whole(t), whole(before[1][p][k])) for k, t in s.items()}
+                for p, s in optimizer.state.items()}
+        assert same.keys() == before[1].keys() and all(all(s.values()) for s in same.values())
+        return True
+
+    assert run(2, law) == [True, True]
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
+@pytest.mark.parametrize("zero", [3, 2])
+def test_hooks_on_parameters_run_on_the_owner_once_a_backward(layout, zero, spread):
+    """`register_post_accumulate_grad_hook` sees the average in `.grad`, `register_hook` may change it first (C19)."""
+
+    def law(rank):
+        tp = tp_size(layout)
+        ranks = dist.get_world_size() // tp
+        model = shard(net(), zero, layout)
+        optimizer, called = dmuon.Muon(model, **OPTIONS), []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: called.append((name, whole(p.grad))))
+        micro_batches = batches(ranks, 2)
+        expected = []
+        for step in micro_batches:
+            loss_of(model, step[rank // tp]).backward()
+            expected.append(snapshot(model)["grads"])  # the second time the sum of both
+        owned = dmuon.owned_params(model)
+        assert Counter(name for name, _ in called) == Counter(2 * [*expected[0]])
+        for (name, grad), (_, again) in itertools.combinations(called, 2):
+            if name in owned and _ == name:
+                assert torch.equal(grad, expected[0][name]) and torch.equal(again, expected[1][name])
+        called.clear()
+        with dmuon.no_sync(model):
+            loss_of(model, micro_batches[0][rank // tp]).backward()
+        assert not called
+        optimizer.zero_grad()
+        dmuon.drop = [p.register_hook(lambda grad: 3 * grad) for p in owned.values()]
+        loss_of(model, micro_batches[1][rank // tp]).backward()  # reduces both
+        after = snapshot(model)["grads"]
+        return all(torch.allclose(after[n], 3 * expected[1][n], rtol=1e-12, atol=0) for n in owned)
+
+    assert all(run(prod(LAYOUTS[layout].values()), law))
+
+
+def scaled(rank: int, layout: str, unscales: bool, scale: float | None, poison: tuple = ()) -> tuple[list, list]:
+    """Steps with `torch.amp.GradScaler`; `poison` names (step, parameter): its owner's gradient overflows there."""
+    tp = tp_size(layout)
+    ranks = dist.get_world_size() // tp
+    model = shard(net(), 3, layout)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
+    record, scales = [], []
+    for i, step in enumerate(batches(ranks, 6)):
+        optimizer.zero_grad()
+        loss = loss_of(model, step[rank // tp])
+        scaler.scale(loss).backward()
+        for at, name in poison:
+            p = dict(model.named_parameters())[name]
+            here = is_matrix(name) or rank // tp == ranks - 1  # one owner, one rank of many
+            if at == i and here and p.grad is not None and local(p.grad).numel():
+                local(p.grad).view(-1)[0] = math.inf
+        if unscales:
+            scaler.unscale_(optimizer)
+            dmuon.clip_grad_norm_(model, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        record.append({**snapshot(model), "loss": 0.0, "grads": {}})
+    return record, scales
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_changes_no_number_and_all_ranks_skip_alike(layout, unscales, spread):
+    """Scaled by powers of two: the bits without a scaler; an overflow on one rank is one on all (C20)."""
+    ranks = prod(LAYOUTS[layout].values())
+    plain = run(ranks, scaled, layout, unscales, None)
+    for (record, scales), (expected, _) in zip(run(ranks, scaled, layout, unscales, 1024.0), plain):
+        assert scales == [1024.0, 2048.0, 2048.0, 4096.0, 4096.0, 8192.0]
+        assert all(torch.equal(a["weights"][n], t) for a, b in zip(record, expected) for n, t in b["weights"].items())
+    poison = ((1, "layers.0.maps.0.weight"), (2, "layers.1.maps.1.weight"), (4, "embed.weight"))
+    for record, scales in run(ranks, scaled, layout, unscales, 1024.0, poison):
+        assert scales == [1024.0, 512.0, 256.0, 256.0, 128.0, 128.0]  # back, and up again after two good ones
+        for step, skips in enumerate([True, True, False, True, False], 1):
+            before, after = record[step - 1]["weights"], record[step]["weights"]
+            assert all(torch.equal(before[n], after[n]) for n in before) == skips, step
+
+
+def test_a_grad_scaler_of_a_rank_that_owns_nothing():
+    """One matrix, two ranks: the one without a matrix skips with its owner."""
+
+    def law(rank):
+        model = shard(net(make=lambda: Net(widths=((8,),))))
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(loss_of(model, batches(2, 1)[0][rank])).backward()
+        owned = dmuon.owned_params(model)
+        for p in owned.values():
+            p.grad[0, 0] = math.nan
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.raises(AssertionError):  # torch's own: the scaler has seen no gradient of this one
+            scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+        return len(owned), scaler.get_scale(), bool(optimizer.state)
+
+    assert sorted(run(2, law)) == [(0, 4.0, False), (1, 4.0, False)]
+
+
+SCHEDULERS = {
+    "OneCycleLR": lambda optimizer: scheduling.OneCycleLR(optimizer, 0.1, total_steps=20, cycle_momentum=False),
+    "CyclicLR": lambda optimizer: scheduling.CyclicLR(optimizer, 0.01, 0.1, 3, cycle_momentum=False),
+    "SWALR": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=5),
+    "LambdaLR": lambda optimizer: scheduling.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_schedule_goes_on_whether_it_is_made_before_or_after_loading(name, tmp_path):
+    """Options that a scheduler adds to groups are no other groups; the rates are those of an unbroken run (C21)."""
+
+    def law(rank):
+        model = shard(net())
+        optimizer, rates = dmuon.Muon(model, **OPTIONS), []
+        schedule = SCHEDULERS[name](optimizer)
+        dmuon.save_checkpoint(tmp_path / "bare", model, dmuon.Muon(model, **OPTIONS), 3)
+        for step in range(8):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            schedule.step()
+            if step == 2:
+                dmuon.save_checkpoint(tmp_path / "run", model, optimizer, 3)
+                saved = copy.deepcopy(schedule.state_dict())
+        for before in (True, False):
+            other = dmuon.Muon(model, lr=9.0)
+            schedule = SCHEDULERS[name](other) if before else None
+            assert dmuon.load_checkpoint(tmp_path / "bare", model, other) == 3  # whose groups have nothing added
+            assert dmuon.load_checkpoint(tmp_path / "run", model, other) == 3
+            held = [group["lr"] for group in other.param_groups]
+            assert held == rates[3]
+            schedule = schedule or SCHEDULERS[name](other)
+            schedule.load_state_dict(copy.deepcopy(saved))  # CyclicLR takes things out of it
+            for group, lr in zip(other.param_groups, held):
+                group["lr"] = lr  # a scheduler sets its first rate when it is made: torch says to load after that
+            for expected in rates[3:]:
+                assert [group["lr"] for group in other.param_groups] == pytest.approx(expected, rel=1e-12)
+                other.step()
+                schedule.step()
+        return True
+
+    assert run(2, law) == [True, True]
+
+
+def test_everything_works_on_a_mesh_that_is_not_the_world(spread, tmp_path):
+    """Ranks 2 and 3 train, clip, save, load and gather while 0 and 1 are elsewhere; the first of them writes (C22)."""
+
+    def law(rank, dedicates):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+        if rank < 2:
+            return None
+        runs = []
+        for save in (False, True):
+            model = net()
+            if dedicates:
+                dmuon.dedicate_params(model, mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = dmuon.Muon(model, **OPTIONS) if dedicates else torch.optim.AdamW(model.parameters(), 1e-2)
+            for i, step in enumerate(batches(2, 4)):
+                optimizer.zero_grad()
+                loss_of(model, step[rank - 2]).backward()
+                if dedicates:
+                    dmuon.clip_grad_norm_(model, 0.5)
+                    assert all(norm.isfinite() for norm in dmuon.grad_norms(model).values())
+                optimizer.step()
+                if save and i == 1:
+                    torch.manual_seed(rank)
+                    dmuon.save_checkpoint(tmp_path, model, optimizer, 2)
+                    expected = torch.rand(3)
+                    for p in model.parameters():
+                        p.data.mul_(2)
+                    torch.manual_seed(9)
+                    assert dmuon.load_checkpoint(tmp_path, model, optimizer) == 2
+                    assert torch.equal(torch.rand(3), expected)
+            runs.append({n: whole(p) for n, p in model.named_parameters() if p.numel()})
+        assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+        return [*dmuon.full_state_dict(model)] if dedicates else None
+
+    keys = [*net().state_dict()]
+    assert run(4, law, True) == [None, None, keys, []]
+    shutil.rmtree(tmp_path / "step_00000002")
+    run(4, law, False)
+
+
+@pytest.mark.parametrize("makes", [(Net, Net), (Net, Tied)])
+def test_two_meshes_do_not_write_to_one_folder(makes, spread, tmp_path):
+    """Stages that start in one folder at once, with equal or other names: one of them is refused on all its ranks.
+
+    A run that resumes on other ranks goes on in its folder. Each in a folder of its own is right.
+    """
+
+    def law(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+        model = net(make=makes[rank // 2])
+        dmuon.dedicate_params(model, mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer, message = dmuon.Muon(model, **OPTIONS), None
+        dmuon.save_checkpoint(tmp_path / str(rank // 2), model, optimizer, 1)
+        dist.barrier()
+        try:
+            dmuon.save_checkpoint(tmp_path / "both", model, optimizer, 1)
+        except RuntimeError as error:
+            message = str(error)
+        dist.barrier()
+        if message and makes[0] is makes[1]:  # as if the first had stopped: these ranks resume from what it wrote
+            assert dmuon.load_checkpoint(tmp_path / "both", model, optimizer) == 1
+            dmuon.save_checkpoint(tmp_path / "both", model, optimizer, 2)
+        return message
+
+    messages = run(4, law)
+    assert (messages[0] is None, messages[2] is None) == (messages[1] is None, messages[3] is None)
+    refused = [message for message in messages if message]
+    assert len(refused) == 2 and all("a folder of its own" in message for message in refused)
+    assert [p.name for p in (tmp_path / "both").glob("*.part")] == []
+
+
+def test_a_folder_of_another_model_is_refused_for_writing(spread, tmp_path):
+    """The newest complete checkpoint has other names: every rank raises, and it stays as it is."""
+    write_checkpoints(tmp_path, (1,))
+
+    def law(rank):
+        model = shard(net(make=lambda: Net(widths=((8, 12, 20),) * 2)))
+        with pytest.raises(RuntimeError, match="is of another model; layers.1.*a folder of its own"):
+            dmuon.save_checkpoint(tmp_path, model, dmuon.Muon(model), 2, keep=1)
+        return True
+
+    assert run(2, law) == [True, True]
+    assert load_anywhere(tmp_path) == [(1, 1.0, [])] * 2
+
+
+class Rows(torch.optim.Optimizer):
+    """A user's optimizer: SGD with a Python number, a tensor a row, a 0-D tensor and a flag as state."""
+
+    partial = False
+
+    def __init__(self, params):
+        super().__init__(params, dict(lr=0.1))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state.update(count=0, rows=p.grad.new_zeros(p.shape[:1]), total=torch.zeros(()), flag=True)
+                        if isinstance(p, DTensor):
+                            rows = torch.zeros(p.shape[:1], dtype=p.dtype)
+                            state["rows"] = distribute_tensor(rows, p.device_mesh, [Shard(0)] * p.device_mesh.ndim)
+                    state["count"] += 1
+                    state["total"] += 0.5
+                    state["rows"] += p.grad.square().flatten(1).sum(1) if p.ndim > 1 else p.grad.square()
+                    scale = (state["rows"] + 1).rsqrt() / state["count"]
+                    p -= group["lr"] * (scale.view(-1, *[1] * (p.ndim - 1)) * p.grad)
+                    if self.partial:
+                        state["columns"] = p.grad.sum(0)
+
+
+ADAFACTOR = dict(lr=0.05, weight_decay=0.0)
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, **ADAFACTOR),
+    "the user's": Rows,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizers_state_comes_back_as_it_was(name, tmp_path):
+    """A model without dedicated matrices: every value, type and placement, and the bits of the run (C23)."""
+
+    def law(rank, first, last, layout="2"):
+        model = net()
+        if name != "Adafactor":  # which makes operations that DTensors lack
+            fully_shard(model, mesh=meshes(layout)[0])
+        optimizer = OPTIMIZERS[name](model.parameters())
+        names = {p: n for n, p in model.named_parameters()}
+        describe = lambda t: (type(t).__name__, whole(t) if isinstance(t, Tensor) else t, getattr(t, "dtype", None),
+                              getattr(t, "placements", None))
+        if first:
+            assert dmuon.load_checkpoint(tmp_path, model, optimizer) == first
+        loaded = {names[p]: {k: describe(t) for k, t in s.items()} for p, s in optimizer.state.items()}
+        for step in batches(dist.get_world_size(), 4)[first:last]:
+            optimizer.zero_grad()
+            loss_of(model, step[0 if name == "Adafactor" else rank]).backward()
+            optimizer.step()
+        saved = {names[p]: {k: describe(t) for k, t in s.items()} for p, s in optimizer.state.items()}
+        if last == 2:
+            dmuon.save_checkpoint(tmp_path, model, optimizer, 2)
+        return loaded, saved, {n: whole(p) for n, p in model.named_parameters()}
+
+    four = run(2, law, 0, 4)[0][2]
+    saved = run(2, law, 0, 2)[0][1]
+    loaded, _, weights = run(2, law, 2, 4)[0]
+    assert loaded.keys() == saved.keys() and saved
+    for n, values in saved.items():
+        assert loaded[n].keys() == values.keys(), n
+        for key, (kind, value, *layout) in values.items():
+            assert loaded[n][key][0] == kind and loaded[n][key][2:] == tuple(layout), (n, key, loaded[n][key], kind)
+            same = torch.equal(value, loaded[n][key][1]) if isinstance(value, Tensor) else value == loaded[n][key][1]
+            assert same, (n, key)
+    assert all(torch.equal(weight, four[n]) for n, weight in weights.items())
+    loaded = run(4, law, 2, 3, "2x2")[0][0]  # another mesh: the same values
+    for n, values in saved.items():
+        for key, (_, value, *_) in values.items():
+            same = torch.equal(value, loaded[n][key][1]) if isinstance(value, Tensor) else value == loaded[n][key][1]
+            assert same, (n, key)
+
+
+@pytest.mark.parametrize("kind", ["a local tensor", "a list", "a sum in parts", "unlike numbers"])
+def test_state_that_would_not_come_back_is_refused_by_name(kind, tmp_path):
+    """What each rank has for itself, what is not added up, what is no tensor or number: nothing is written (C23)."""
+
+    def law(rank):
+        model = fully_shard(net(), mesh=init_device_mesh("cpu", (2,)))
+        optimizer = Rows(model.parameters())
+        optimizer.partial = kind == "a sum in parts"
+        loss_of(model, batches(2, 1)[0][rank]).backward()
+        optimizer.step()
+        p = model.head.weight
+        if kind == "a local tensor":
+            optimizer.state[p]["mine"] = p.grad.to_local().square().sum(1)
+        elif kind == "a list":
+            optimizer.state[p]["mine"] = [1, 2]
+        elif kind == "unlike numbers":
+            optimizer.state[p]["mine"] = rank
+        with pytest.raises(RuntimeError, match=r"cannot write .*\.(mine|columns)"):
+            dmuon.save_checkpoint(tmp_path / "never", model, optimizer, 1)
+        return not [*(tmp_path / "never").glob("*")]
+
+    assert run(2, law) == [True, True]
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
+def test_the_optimizer_state_of_another_rank_is_refused(layout, spread):
+    """`optimizer.state_dict` is this rank's: its own loads, that of another says whose it is, and nothing changes."""
+
+    def law(rank):
+        model, tp = shard(net(), 3, layout), tp_size(layout)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        train_step(model, optimizer, batches(dist.get_world_size() // tp, 1)[0][rank // tp])
+        momenta = {n: m.clone() for n, m in snapshot(model, optimizer)["momenta"].items()}
+        given = [optimizer.state_dict() if rank == source else None for source in range(dist.get_world_size())]
+        places = [None] * dist.get_world_size()
+        dist.all_gather_object(places, optimizer.state_dict()["place"])
+        for source, place in enumerate(places):
+            if source != rank:
+                with pytest.raises(ValueError, match="every rank loads its own, or use dmuon.save_checkpoint"):
+                    optimizer.load_state_dict(optimizer.state_dict() | {"place": place})
+        optimizer.load_state_dict(given[rank])
+        after = snapshot(model, optimizer)["momenta"]
+        return all(torch.equal(after[n], momentum) for n, momentum in momenta.items())
+
+    assert all(run(prod(LAYOUTS[layout].values()), law))
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "4x1"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_another_optimizer_reaches_the_replicate_peers(kind, layout, spread):
+    """torch's own optimizer over all parameters of a dedicated model: the weights of one process, on every rank."""
+    make = lambda model: getattr(torch.optim, kind)(model.parameters(), lr=0.1, foreach=False)
+
+    def law(rank):
+        model = shard(net(), 2, layout)
+        optimizer = make(model)
+        for step in batches(dist.get_world_size(), 3):
+            optimizer.zero_grad()
+            loss_of(model, step[rank]).backward()
+            optimizer.step()
+        return loss_of(model, batches(1, 1)[0][0]).item(), dmuon.full_state_dict(model, rank0_only=False)
+
+    def plain(rank, ranks):
+        model = net()
+        optimizer = make(model)
+        for step in batches(ranks, 3):
+            optimizer.zero_grad()
+            (sum(loss_of(model, batch) for batch in step) / ranks).backward()
+            optimizer.step()
+        return loss_of(model, batches(1, 1)[0][0]).item(), model.state_dict()
+
+    ranks = prod(LAYOUTS[layout].values())
+    loss, weights = run(1, plain, ranks)[0]
+    for got, full in run(ranks, law):
+        assert got == pytest.approx(loss, rel=1e-10)
+        assert all(torch.allclose(full[n], weight, rtol=1e-10, atol=1e-10) for n, weight in weights.items())
+
+
+def test_fsdp2s_divide_factor_is_refused():
+    """It would hold for one half of the gradients alone; FSDP2's other switches leave the sum as it is."""
+
+    def law(rank):
+        model = shard(net())
+        for module in (model, *model.layers):
+            with pytest.raises(RuntimeError, match="scale the loss instead"):
+                module.set_gradient_divide_factor(1.0)
+        first, second = (step[rank] for step in batches(2, 2))
+        with dmuon.no_sync(model):
+            loss_of(model, first).backward()
+        loss_of(model, second).backward()
+        expected = snapshot(model)["grads"]
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)  # of FSDP2's half; the matrices are reduced twice
+        loss_of(model, first).backward()
+        model.set_requires_gradient_sync(True)
+        loss_of(model, second).backward()
+        got = snapshot(model)["grads"]
+        return all(torch.allclose(got[n], grad, rtol=1e-12, atol=1e-14) for n, grad in expected.items())
+
+    assert run(2, law) == [True, True]
+
+
+class Overlapping(Net):
+    """Buffers and parameters whose elements share memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.rand(1, 5).expand(6, 5))
+        self.register_buffer("scalar", torch.rand(()).expand(3))
+        self.bias = nn.Parameter(torch.rand(1).expand(5))
+        self.layers[0].maps[0].weight = nn.Parameter(torch.rand(1, 8).expand(12, 8))
+        self.layers[1].maps[0].weight = nn.Parameter(torch.rand(40).as_strided((16, 8), (2, 1)))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.mask + self.bias * self.scalar.sum()
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_what_overlaps_itself_trains_as_under_fsdp2(zero, spread):
+    """An expanded buffer, parameter and matrix: those of the first rank everywhere, and one process's numbers (C24)."""
+
+    class Copied(Overlapping):
+        def __init__(self):
+            super().__init__()
+            for module in self.modules():
+                for name, p in module._parameters.items():
+                    if p is not None:
+                        module._parameters[name] = nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))
+
+    def law(rank, *args):
+        torch.manual_seed(0)
+        model = shard(Overlapping().double(), zero)
+        mine = [tensor.clone() for tensor in model.buffers()]
+        for other in (torch.full_like(tensor, rank) for tensor in mine):
+            dist.broadcast(other, 0)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        return [train_step(model, optimizer, step[rank]) for step in batches(2, 3)]
+
+    expected = run(1, lambda rank: reference(2, 3, Copied))[0]
+    assert_same(merged(run(2, law)), expected)
+
+    def seeds(rank):
+        torch.manual_seed(rank)
+        model = Overlapping()
+        first = model.mask.clone()
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)))
+        return first, model.mask.clone(), model.mask.stride()
+
+    (first, _, stride), (_, got, other) = run(2, seeds)
+    assert torch.equal(first, got) and stride == other == (0, 1)
+
+
+def test_the_folder_tells_which_checkpoint_was_written_last(tmp_path):
+    """Copied in another order with other times, after a run that went back: found by the list, `keep` too (C25)."""
+    write_checkpoints(tmp_path / "run", (7, 8, 9, 5))
+    assert (tmp_path / "run" / "order.txt").read_text().split()[-1] == "step_00000005"
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for name in ("order.txt", "step_00000005", "step_00000009", "step_00000007", "step_00000008"):
+        (shutil.copy if name == "order.txt" else shutil.copytree)(tmp_path / "run" / name, copied / name)
+        for path in [copied / name, *(copied / name).glob("*")] if name != "order.txt" else []:
+            os.utime(path, (1e9, 1e9) if name == "step_00000005" else None)
+    assert load_anywhere(copied) == [(5, 5.0, [])] * 2
+    write_checkpoints(copied, (6,), keep=3)
+    assert {path.name for path in copied.glob("step*")} == {"step_00000006", "step_00000005", "step_00000009"}
+    os.remove(copied / "order.txt")
+    assert load_anywhere(copied) == [(9, 9.0, [])] * 2  # without the list, by step
+
+
+@pytest.mark.parametrize("killed", ["before the list", "between the renames", "before a rename", "beside its old one"])
+def test_a_run_killed_while_it_saves_loses_nothing(killed, tmp_path):
+    """Wherever the kill falls, the checkpoint written last that is complete is found; the next save tidies up (C25)."""
+    write_checkpoints(tmp_path, (7, 8, 9))
+    names = {step: tmp_path / f"step_{step:08d}" for step in (2, 7, 8, 9)}
+    if killed == "before the list":  # a lower step, which the list does not have
+        write_checkpoints(tmp_path / "other", (2,))
+        (tmp_path / "other" / "step_00000002").rename(names[2])
+        expected = 2
+    elif killed == "between the renames":  # step 9 is saved again
+        names[9].rename(names[9].with_suffix(".old"))
+        shutil.copytree(names[8], names[9].with_suffix(".part"))
+        expected = 9
+    elif killed == "before a rename":
+        shutil.copytree(names[8], names[9].with_suffix(".part"))
+        expected = 9
+    else:  # step 7 was saved again, and is not listed yet
+        names[7].rename(names[7].with_suffix(".old"))
+        write_checkpoints(tmp_path / "other", (7,))
+        (tmp_path / "other" / "step_00000007").rename(names[7])
+        expected = 7
+    for step, filling, logged in load_anywhere(tmp_path):
+        assert (step, filling) == (expected, float(expected)) and all(".part" in line for line in logged)
+    write_checkpoints(tmp_path, (1,), keep=2)
+    assert {path.name for path in tmp_path.glob("step*")} == {"step_00000001", f"step_{expected:08d}"}
+    assert load_anywhere(names[expected]) == [(expected, float(expected), [])] * 2
+
+
+def test_a_step_that_is_saved_again_never_leaves_the_folder_without_a_checkpoint(monkeypatch, tmp_path):
+    """Killed at every rename and deletion in turn: there is always one to load."""
+    write_checkpoints(tmp_path / "start", (1,))
+    for calls in range(1, 6):
+        folder = tmp_path / str(calls)
+        shutil.copytree(tmp_path / "start", folder)
+
+        def law(rank):
+            left = [calls]
+
+            def counted(function):
+                def call(*args, **options):
+                    left[0] -= rank == 0
+                    if left[0] == 0:
+                        os._exit(0)
+                    return function(*args, **options)
+                return call
+
+            model = shard(net(make=lambda: Net()))
+            torch.nn.init.constant_(model.head.bias, 2.0)
+            os.rename, os.replace = counted(os.rename), counted(os.replace)
+            Path.rename = counted(Path.rename)
+            shutil.rmtree = counted(shutil.rmtree)
+            dist.new_group([0])
+            dmuon.save_checkpoint(folder, model, dmuon.Muon(model, **OPTIONS), 1)
+            return True
+
+        run(1, law, lost=0)
+        for step, filling, _ in load_anywhere(folder):
+            assert step == 1 and filling in (whole(net().head.bias)[0].item(), 1.0, 2.0)
+
+
+def test_a_url_is_no_folder(tmp_path, monkeypatch):
+    """`s3://bucket/run` would be a local folder `s3:`: refused by saving and loading, as text and as a Path (C26)."""
+    monkeypatch.chdir(tmp_path)
+
+    def law(rank):
+        model = shard(net())
+        for url in ("s3://bucket/run", Path("gs://bucket/run"), "hf+file://x"):
+            with pytest.raises(ValueError, match="is a URL"):
+                dmuon.save_checkpoint(url, model, dmuon.Muon(model), 1)
+            with pytest.raises(ValueError, match="is a URL"):
+                dmuon.load_checkpoint(url, model, dmuon.Muon(model))
+        return True
+
+    assert run(2, law) == [True, True] and not [*tmp_path.iterdir()]
+
+
+class Everything(Net):
+    """Buffers between parameters, extra state, a tied matrix, other dtypes, a wrapper."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("hidden", torch.rand(3), persistent=False)
+        self.counter = Counting()
+        self.counter.count = 5
+        self.layers[0].register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.layers[0].norm = nn.BatchNorm1d(8)
+        self.layers[1].maps[0].weight.data = self.layers[1].maps[0].weight.data.bfloat16()
+        self.layers[2] = checkpoint_wrapper(self.layers[2])
+        self.last = nn.Linear(8, 5)
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2", "2 tp2"])
+def test_a_full_state_dict_is_a_plain_models_in_every_respect(layout, spread, tmp_path):
+    """Keys, their order, extra state, dtypes, strides, metadata; `torch.save` and `weights_only` take it (C27)."""
+
+    def law(rank):
+        torch.manual_seed(0)
+        plain = Everything()
+        torch.manual_seed(0)
+        full = dmuon.full_state_dict(shard(Everything(), 3, layout), rank0_only=False)
+        plain.layers[2] = plain.layers[2]._checkpoint_wrapped_module
+        expected = plain.state_dict()
+        assert [*full] == [*expected] and type(full) is type(expected)
+        for key, value in expected.items():
+            if isinstance(value, Tensor):
+                assert type(full[key]) is Tensor and not full[key].requires_grad, key
+                assert full[key].dtype == value.dtype and full[key].stride() == value.stride(), key
+                assert torch.equal(full[key], value) and full[key].is_contiguous(), key
+            else:
+                assert full[key] == value, key
+        path = tmp_path / f"{rank}.pt"
+        torch.save(full, path)
+        assert [*torch.load(path, weights_only=True)] == [*expected]
+        with contextlib.suppress(ImportError):
+            from safetensors.torch import save_file
+            save_file({key: value for key, value in full.items() if isinstance(value, Tensor)}, path)
+        return plain.load_state_dict(full) == ([], []) and full._metadata.keys() >= expected._metadata.keys() - {""}
+
+    assert all(run(prod(LAYOUTS[layout].values()), law))
+
+
+class Stage(nn.Module):
+    """The first or the second half of `Net`."""
+
+    def __init__(self, whole_net: Net, last: bool):
+        super().__init__()
+        self.layers = whole_net.layers[2:] if last else whole_net.layers[:2]
+        if last:
+            self.head = whole_net.head
+        else:
+            self.embed = whole_net.embed
+
+    def forward(self, x):
+        x = self.embed(x) if hasattr(self, "embed") else x
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("zero", [3, 2])
+def test_pipeline_stages_train_like_one_process(schedule, zero, spread, tmp_path):
+    """`torch.distributed.pipelining`, two stages of two ranks, each a mesh of its own, two micro-batches: 1e-10."""
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+
+    def law(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
+        last = mesh["pp"].get_local_rank() == 1
+        model = Stage(net(), last)
+        dmuon.dedicate_params(model, mesh["shard"], reshard_after_forward=zero == 3)
+        for layer in (*model.layers, model):
+            fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=zero == 3)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        stage = pipelining.PipelineStage(model, int(last), 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        mean = lambda output, targets: (output - targets).square().mean()
+        run_schedule = getattr(pipelining, schedule)(stage, 2, loss_fn=mean)
+        for step in batches(2, 3):
+            tokens, targets = step[mesh["shard"].get_local_rank()]
+            optimizer.zero_grad()
+            run_schedule.step(target=targets) if last else run_schedule.step(tokens)
+            optimizer.step()
+        return {n: t for n, t in dmuon.full_state_dict(model, rank0_only=False).items()}
+
+    results = run(4, law)
+    expected = run(1, lambda rank: reference(2, 3))[0][-1]["weights"]
+    got = dict(results[0])
+    for name, tensor in results[2].items():
+        got[re.sub(r"layers\.(\d)", lambda match: f"layers.{int(match[1]) + 2}", name)] = tensor
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}: {m}")
+
+
+def test_lora_adapters_of_peft_train_like_one_process(spread):
+    """Only the adapters are dedicated; the frozen base stays with FSDP2: the weights of one process."""
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=r".*maps\.[01]")
+        torch.manual_seed(0)
+        model = peft.get_peft_model(Net(), config).double()
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p)
+        return model
+
+    def law(rank, ranks):
+        model = adapted()
+        optimizer = None
+        if ranks > 1:
+            mesh = init_device_mesh("cpu", (ranks,))
+            dmuon.dedicate_params(model, mesh, lambda name, p: "lora_" in name)
+            for layer in (*model.base_model.model.layers, model):
+                fully_shard(layer, mesh=mesh)
+            optimizer = dmuon.Muon(model, lr=0.02, weight_decay=0.1)
+            for step in batches(2, 3):
+                optimizer.zero_grad()
+                loss_of(model, step[rank]).backward()
+                optimizer.step()
+            return dmuon.full_state_dict(model, rank0_only=False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        momenta = [torch.zeros_like(p) for p in trained]
+        for step in batches(2, 3):
+            model.zero_grad()
+            (sum(loss_of(model, batch) for batch in step) / 2).backward()
+            with torch.no_grad():
+                for p, momentum in zip(trained, momenta):
+                    momentum.lerp_(p.grad, 0.05)
+                    update = ns.newton_schulz(torch.lerp(p.grad, momentum, 0.95))
+                    p.mul_(1 - 0.02 * 0.1).sub_(update, alpha=0.02 * 0.2 * max(p.shape) ** 0.5)
+        return model.state_dict()
+
+    plain = run(1, law, 1)[0]
+    for full in run(2, law, 2):
+        assert [*full] == [*plain]
+        for name, tensor in plain.items():
+            torch.testing.assert_close(full[name], tensor, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")
 
 
 # ------------------------------------------------------------------------------------------------------ train_gpt.py

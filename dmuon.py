@@ -846,14 +846,16 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool
         dedicated.shows_all = False
     matrices = {p.resting: p for p in dedicated.params.values()}
     keeps = not rank0_only or all(coordinate == 0 for coordinate, _ in _place(dedicated.mesh).values())
-    for key, value in state.items():
+    for key in [*state]:
+        value = state.pop(key)
         p = matrices.get(value) if isinstance(value, Tensor) else None
         with unshard(p.holders[0][0]) if p else nullcontext():
             value = p.resting if p else value
             if isinstance(value, DTensor):
                 value = value.full_tensor()
             if isinstance(value, Tensor) and keeps:
-                state[key] = value.detach().to("cpu" if cpu_offload else value.device, copy=True)
+                value = value.detach().to("cpu" if cpu_offload else value.device, copy=True)
+        state[clean(key)] = value if keeps else None
     return state if keeps else {}
 
 
@@ -987,7 +989,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     for name, states in rng.items():
         own = states[group.rank() % len(states)].clone()  # torch crashes on a view
         torch.set_rng_state(own) if name == "cpu" else torch.cuda.set_rng_state(own)
-    _claimed.setdefault(folder.resolve().parent)  # a run that resumes may go on there
+    _claimed.setdefault(folder.resolve().parent)
     return state["step"]
 
 
@@ -1103,13 +1105,15 @@ _claimed: dict[Path, int | None] = {}  # folders that this process may write che
 def _claim(folder: Path) -> None:
     """Lock the folder until this process ends, so that no other mesh starts to write checkpoints there meanwhile."""
     folder = folder.resolve()
-    if folder in _claimed or importlib.util.find_spec("fcntl") is None:  # not on Windows
+    if _claimed.get(folder) or importlib.util.find_spec("fcntl") is None:  # not on Windows
         return
     fcntl, lock = importlib.import_module("fcntl"), os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
+        if folder in _claimed:  # it was loaded from: a run that resumes, on other ranks maybe
+            return
         raise RuntimeError("another mesh writes its checkpoints there now; give each a folder of its own, or load from "
                            "it first to go on there") from None
     except OSError:  # a disk that has no locks

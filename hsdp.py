@@ -231,7 +231,7 @@ class TwoStageReduce:
                     self.stage_two += start_average(part, self.mesh.replicate_group, params[0].slot[1])
 
     def finish(self, keep: bool) -> None:
-        """Wait; at the owner add the averages to `.grad`, as autograd would; `keep=False` drops them."""
+        """Wait; at the owner add the averages to `.grad` as autograd would, with its hooks; `keep=False` drops them."""
         self.start_stage_two()
         wait(self.stage_two, f"reduce of {names(self.params)} over the replicas")
         for p, average in zip(self.params, split(self.flat, self.params)):

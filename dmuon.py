@@ -90,7 +90,7 @@ def _patch_fsdp() -> None:
 
 
 def _patch_grad_scaler() -> None:
-    """Let `torch.amp.GradScaler` unscale `Muon`'s gradients: all ranks of the mesh see what one of them has found.
+    """Let `torch.amp.GradScaler` unscale matrices' gradients: all ranks of the mesh see what one of them has found.
 
     Private, because the stock scaler gives torch one list, which must not have tensors beside DTensors, and asks
     nobody whether a gradient that another rank owns has overflowed.
@@ -105,13 +105,15 @@ def _patch_grad_scaler() -> None:
     @wraps(original)
     @torch.no_grad()
     def unscale_grads(scaler, optimizer, inv_scale, found_inf, allow_fp16):
-        if not isinstance(optimizer, Muon):
+        dedicated = _model_of(optimizer)
+        if dedicated is None:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-        mesh = optimizer._dedicated.mesh
+        mesh = dedicated.mesh
         found, inverse = found_inf.to(mesh.device), inv_scale.to(mesh.device)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if not allow_fp16 and any(p.dtype == torch.float16 for p in params):  # by what all ranks know
             raise ValueError("Attempting to unscale FP16 gradients.")
+        gradients = [p.grad for p in params if p.grad is not None]
         for dtype in {gradient.dtype for gradient in gradients}:
             alike = [local(gradient) for gradient in gradients if gradient.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
@@ -198,18 +200,30 @@ def dedicate_params(
         module._dmuon = dedicated
     _StateDicts(model, dedicated)
     replicate(dedicated.params.values(), slot_mesh)
-    this = weakref.ref(dedicated)
-    hook = register_optimizer_step_post_hook(lambda optimizer, *_: _after_step(this(), optimizer))
-    weakref.finalize(dedicated, hook.remove)
+    _models.add(dedicated)
     return owners(model)
 
 
-def _after_step(dedicated: DedicatedModel | None, optimizer: torch.optim.Optimizer) -> None:
+_models: weakref.WeakSet[DedicatedModel] = weakref.WeakSet()
+
+
+def _model_of(optimizer: torch.optim.Optimizer) -> DedicatedModel | None:
+    """The dedicated model of which an optimizer has matrices or their placeholders."""
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    return next((model for model in _models if any(p.sharded in params for p in model.params.values())), None)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """An optimizer other than `Muon` may have changed owned data: the owners' replicate peers take it over."""
-    if dedicated is not None and not isinstance(optimizer, Muon):
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        if any(p.sharded in stepped for p in dedicated.params.values()):
-            dedicated.refresh()
+    dedicated = None if isinstance(optimizer, Muon) else _model_of(optimizer)
+    if dedicated and torch._C._current_graph_task_id() == -1:
+        dedicated.refresh()
+    elif dedicated and dedicated.mesh.num_replicas > 1:  # in a parameter's hook, on the owner alone
+        raise RuntimeError("an optimizer has stepped a dedicated matrix inside a backward, and its replicate peers "
+                           "cannot know: step it after the backward")
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 def _check_call(**given: object) -> None:
@@ -268,8 +282,11 @@ def _checksums(named: Iterable[tuple[str, Tensor]], advice: str) -> list[str]:
     lines = []
     for name, tensor in named:
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
-            total = tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).item()
-            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, bytes adding up to {total}: {advice}")
+            total = 0  # the order of the bytes counts
+            for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(2**16):
+                weights = torch.arange(1, len(part) + 1, device=part.device)
+                total = (31 * total + (part * weights).sum().item()) % 2**61
+            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, checksum {total}: {advice}")
     return lines
 
 
@@ -412,9 +429,15 @@ def unshard(module: nn.Module) -> Iterator[None]:
     What FSDP2 shards stays sharded, and a matrix with tensor parallelism a DTensor. A module without dedicated matrices
     is left as it is.
     """
-    dedicated, works, before = _dedicated(module), [], []
-    members = set(module.modules())
+    dedicated, members = _dedicated(module), set(module.modules())
     params = [p for p in dedicated.params.values() if any(m in members for m, _ in p.holders)] if dedicated else []
+    with _unshard(dedicated, params):
+        yield
+
+
+@contextmanager
+def _unshard(dedicated: DedicatedModel | None, params: list[DedicatedParam]) -> Iterator[None]:
+    works, before = [], []
     if dedicated:
         dedicated.settle()
         dedicated.finish_replicate_broadcasts()
@@ -756,8 +779,8 @@ def _refuse_state_dict_helpers() -> None:
 
 
 def _refuse_divide_factor(factor: float) -> None:
-    raise RuntimeError("dmuon averages the gradients of matrices over all data-parallel ranks, and FSDP2 must do so with "
-                       "the others: scale the loss instead")
+    raise RuntimeError("dmuon averages the gradients of matrices over all data-parallel ranks, and FSDP2 must do so "
+                       "with the others: scale the loss instead")
 
 
 class _StateDicts:
@@ -771,7 +794,7 @@ class _StateDicts:
 
     def __init__(self, model: nn.Module, dedicated: DedicatedModel):
         self.model, self.dedicated, self.outermost = model, dedicated, None
-        dedicated.shows_all = False  # `full_state_dict` wants a plain model's keys, and placeholders behind them
+        dedicated.shows_all = False  # True in `_all_entries`
         for module in model.modules():
             # Private: all of torch.distributed.checkpoint.state_dict calls it before anything else
             module._fqn_modifiers = _refuse_state_dict_helpers
@@ -836,20 +859,25 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool
         model: a model that went through `dedicate_params` and `fully_shard`.
         cpu_offload: tensors of the result are on the CPU, else on the model's device.
         rank0_only: ranks other than the first of the mesh get an empty dict.
+
+    Raises:
+        RuntimeError: on every rank; a state-dict hook of the model's own makes new tensors of matrices.
     """
     dedicated = _require_dedicated(model, "full_state_dict")
     _to_rest(model, dedicated)
-    dedicated.shows_all = True
-    try:
-        state = model.state_dict(keep_vars=True)
-    finally:
-        dedicated.shows_all = False
-    matrices = {p.resting: p for p in dedicated.params.values()}
+    state = _all_entries(model, dedicated)
     keeps = not rank0_only or all(coordinate == 0 for coordinate, _ in _place(dedicated.mesh).values())
+    matrices = {p.resting: p for p in dedicated.params.values()}
+    own, held = {*model.parameters(), *model.buffers()}, {id(value) for value in state.values()}
+    made = [key for key, value in state.items() if isinstance(value, Tensor) and value not in own]
+    lost = [p.fqn for p in matrices.values() if id(p.resting) not in held]
+    if lost and made:
+        raise RuntimeError(f"full_state_dict: a state-dict hook has made {made[:3]} of what is an empty placeholder of "
+                           f"{lost[:3]} on other ranks; apply it to the result instead")
     for key in [*state]:
         value = state.pop(key)
         p = matrices.get(value) if isinstance(value, Tensor) else None
-        with unshard(p.holders[0][0]) if p else nullcontext():
+        with _unshard(dedicated, [p] if p else []):
             value = p.resting if p else value
             if isinstance(value, DTensor):
                 value = value.full_tensor()
@@ -857,6 +885,17 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool
                 value = value.detach().to("cpu" if cpu_offload else value.device, copy=True)
         state[clean(key)] = value if keeps else None
     return state if keeps else {}
+
+
+def _all_entries(model: nn.Module, dedicated: DedicatedModel | None) -> dict[str, object]:
+    """The state dict with every matrix in it, the others' as placeholders."""
+    if dedicated is None:
+        return model.state_dict(keep_vars=True)
+    dedicated.shows_all = True
+    try:
+        return model.state_dict(keep_vars=True)
+    finally:
+        dedicated.shows_all = False
 
 
 # -------------------------------------------------------------------------------------------------- checkpoints
@@ -912,8 +951,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
                 final.parent.mkdir(parents=True, exist_ok=True)
                 _claim(final.parent)
                 newest, entries, _ = _find_checkpoint(final.parent)
-                if newest:
-                    _check_names(newest, entries, model, dedicated)
+                _check_folder(newest, entries, _all_entries(model, dedicated))
                 shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
                 part.mkdir()
         _call_dcp(dcp.save, state | {"rng": _random_states(device, group)}, part, group)
@@ -1072,8 +1110,8 @@ def _check_state(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str
     """What a checkpoint must know of an optimizer's state beside its values, and what all ranks must hold alike.
 
     Returns:
-        {"FQN.key": placements} of DTensors that are not laid out as their parameter, e.g. one number a row; a line for
-        each value that is no DTensor.
+        {"FQN.key": placements} of what is not laid out as its parameter, e.g. one number a row, None for what is no
+        DTensor; a line for each value that is none.
 
     Raises:
         TypeError, ValueError: names a value that would not come back as it was.
@@ -1083,6 +1121,8 @@ def _check_state(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str
         dedicated = hasattr(p, "_dedicated_owner_rank")
         for key, value in values.items():
             name = f"{names[p]}.{key}"
+            if not isinstance(key, str) or "." in key:
+                raise ValueError(f"optimizer state '{name}': expected a name without dots as key")
             if dedicated and not local(p).numel():
                 raise ValueError(f"optimizer state '{name}' is not on the matrix's owner alone; use dmuon.Muon")
             if isinstance(value, DTensor):
@@ -1091,9 +1131,11 @@ def _check_state(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str
                 if (value.shape, value.placements) != (p.shape, getattr(p, "placements", None)):
                     placements[name] = value.placements
             elif isinstance(value, Tensor):
+                if isinstance(p, DTensor) and value.shape == p.shape:
+                    placements[name] = None
                 alike += [] if dedicated else _checksums([(name, value)], "a rank's own part must be a DTensor")
             elif isinstance(value, (int, float, complex, str)) or value is None:
-                alike.append(f"{name} {value!r}")
+                alike += [] if dedicated else [f"{name} {value!r}"]
             else:
                 raise TypeError(f"optimizer state '{name}' is a {type(value).__name__}, no tensor or number")
     return placements, alike
@@ -1121,6 +1163,15 @@ def _claim(folder: Path) -> None:
     _claimed[folder] = lock
 
 
+def _check_folder(newest: Path | None, saved: dict, state: dict) -> None:
+    """Raise ValueError if a folder's newest checkpoint has other names than the state dict that will be saved."""
+    theirs = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    unlike = sorted(name for name in theirs ^ {clean(key) for key in state} if "_extra_state" not in name)
+    if newest and unlike:
+        raise ValueError(f"'{newest}' is of another model, only one of the two has {', '.join(unlike[:5])}; each "
+                         "needs a folder of its own")
+
+
 def _put_in_place(part: Path, final: Path, keep: int | None) -> None:
     """Rename a complete checkpoint, list it, then delete what is superfluous: at any moment a complete one is there."""
     folder, old = final.parent, final.with_suffix(".old")
@@ -1130,15 +1181,20 @@ def _put_in_place(part: Path, final: Path, keep: int | None) -> None:
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
+    others = [path for path in _newest_first(folder) if not path.suffix]
+    names = [path.name for path in reversed(others)]
+    _write_order(folder, names)  # without this one, which is newer than all of them from the next line on
     part.rename(final)
-    others = [path for path in _newest_first(folder) if not path.suffix and path != final]
-    order = "".join(f"{path.name}\n" for path in (*reversed(others), final))
-    (folder / "order.part").write_text(order)
-    os.replace(folder / "order.part", folder / "order.txt")
+    _write_order(folder, [*names, final.name])
     whole = [final, *(path for path in others if (path / ".metadata").exists())]
     scraps = [path for path in _newest_first(folder) if path.suffix]
     for path in scraps + whole[keep:] if keep else scraps:
         shutil.rmtree(path)
+
+
+def _write_order(folder: Path, names: list[str]) -> None:
+    (folder / "order.part").write_text("".join(f"{name}\n" for name in names))
+    os.replace(folder / "order.part", folder / "order.txt")
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -1152,8 +1208,10 @@ def _newest_first(folder: Path) -> list[Path]:
     listed = file.read_text(errors="replace").split() if file.exists() else []
 
     def age(path: Path) -> tuple:
-        is_listed = path.stem in listed and (path.suffix or path.with_suffix(".old") not in found)
-        return listed.index(path.stem) if is_listed else len(listed), int(path.stem[5:]), not path.suffix
+        position = -1 if path.suffix and listed else len(listed)
+        if path.stem in listed and (path.suffix or path.with_suffix(".old") not in found):
+            position = listed.index(path.stem)
+        return position, int(path.stem[5:]), not path.suffix
 
     return sorted(found, key=age, reverse=True)
 
@@ -1193,8 +1251,7 @@ def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: Dedicat
                 for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"'{folder}' is of another model; {'; '.join(problems[:5])}{more}. Each model needs a folder "
-                         "of its own")
+        raise ValueError(f"load_checkpoint: '{folder}' is of another model; {'; '.join(problems[:5])}{more}")
 
 
 def _empty_state(saved: dict, placements: dict, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str],
@@ -1215,12 +1272,13 @@ def _empty_state(saved: dict, placements: dict, optimizer: torch.optim.Optimizer
         # In another dtype than the weight's of old it stays; else it takes the weight's of now, as torch casts it
         kept = key == "step" or entry.properties.dtype != saved[f"model.{fqn}"].properties.dtype
         dtype = entry.properties.dtype if kept else p.dtype
-        if f"{fqn}.{key}" in placements and isinstance(p, DTensor):
-            layout = placements[f"{fqn}.{key}"]
+        as_parameter = entry.size == p.shape and f"{fqn}.{key}" not in placements
+        layout = placements.get(f"{fqn}.{key}")
+        if layout and isinstance(p, DTensor):
             if len(layout) != p.device_mesh.ndim:  # of another mesh: whole, which DTensor's operations take as well
                 layout = [Replicate()] * p.device_mesh.ndim
             values[key] = zeros(entry.size, dtype=dtype, device_mesh=p.device_mesh, placements=layout)
-        elif entry.size == p.shape:
+        elif as_parameter:
             values[key] = torch.zeros_like(p, dtype=dtype).detach()
         else:  # a count of steps is where `torch.optim.Optimizer.load_state_dict` puts it for the kernel
             on_cpu = key == "step" and not group.get("fused") and not group.get("capturable")

@@ -282,11 +282,11 @@ def _checksums(named: Iterable[tuple[str, Tensor]], advice: str) -> list[str]:
     lines = []
     for name, tensor in named:
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
-            total = 0  # the order of the bytes counts
+            total = torch.zeros((), dtype=torch.int64, device=tensor.device)
             for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(2**16):
-                weights = torch.arange(1, len(part) + 1, device=part.device)
-                total = (31 * total + (part * weights).sum().item()) % 2**61
-            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, checksum {total}: {advice}")
+                weights = torch.arange(1, len(part) + 1, device=part.device)  # the order of the bytes counts
+                total = 31 * total + (part * weights).sum()
+            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, checksum {total.item()}: {advice}")
     return lines
 
 
@@ -877,7 +877,7 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool
     for key in [*state]:
         value = state.pop(key)
         p = matrices.get(value) if isinstance(value, Tensor) else None
-        with _unshard(dedicated, [p] if p else []):
+        with _unshard(dedicated, [p]) if p else nullcontext():
             value = p.resting if p else value
             if isinstance(value, DTensor):
                 value = value.full_tensor()
@@ -947,11 +947,13 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
             said += alike
             if placements:
                 state["placements"] = (placements,)  # in a tuple, which dcp saves as one object
+            shapes = _entry_shapes(model, dedicated)
             if is_first:
                 final.parent.mkdir(parents=True, exist_ok=True)
                 _claim(final.parent)
                 newest, entries, _ = _find_checkpoint(final.parent)
-                _check_folder(newest, entries, _all_entries(model, dedicated))
+                if newest:  # whose buffers may have grown since
+                    _check_names(newest, entries, shapes, {clean(name) for name, _ in model.named_buffers()})
                 shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
                 part.mkdir()
         _call_dcp(dcp.save, state | {"rng": _random_states(device, group)}, part, group)
@@ -997,7 +999,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         for reason in reasons if folder and group.rank() == 0 else []:
             logging.getLogger("dmuon").warning("skipped: %s", reason)
         if folder:
-            _check_names(folder, saved, model, dedicated)
+            _check_names(folder, saved, _entry_shapes(model, dedicated))
     if folder is None:
         raise FileNotFoundError("load_checkpoint: " + "; ".join(reasons))
     names = _names(model)
@@ -1163,15 +1165,6 @@ def _claim(folder: Path) -> None:
     _claimed[folder] = lock
 
 
-def _check_folder(newest: Path | None, saved: dict, state: dict) -> None:
-    """Raise ValueError if a folder's newest checkpoint has other names than the state dict that will be saved."""
-    theirs = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
-    unlike = sorted(name for name in theirs ^ {clean(key) for key in state} if "_extra_state" not in name)
-    if newest and unlike:
-        raise ValueError(f"'{newest}' is of another model, only one of the two has {', '.join(unlike[:5])}; each "
-                         "needs a folder of its own")
-
-
 def _put_in_place(part: Path, final: Path, keep: int | None) -> None:
     """Rename a complete checkpoint, list it, then delete what is superfluous: at any moment a complete one is there."""
     folder, old = final.parent, final.with_suffix(".old")
@@ -1240,18 +1233,24 @@ def _find_checkpoint(path: Path) -> tuple[Path | None, dict, list[str]]:
     return None, {}, reasons
 
 
-def _check_names(folder: Path, saved: dict, model: nn.Module, dedicated: DedicatedModel | None) -> None:
+def _entry_shapes(model: nn.Module, dedicated: DedicatedModel | None) -> dict[str, tuple[int, ...]]:
+    """{name: shape of the whole} of the tensors in a checkpoint of the model, equal on every rank."""
+    matrices = {p.resting: p for p in dedicated.params.values()} if dedicated else {}
+    return {clean(key): tuple(matrices.get(value, value).shape) for key, value in _all_entries(model, dedicated).items()
+            if isinstance(value, Tensor) and "_extra_state" not in key}
+
+
+def _check_names(folder: Path, saved: dict, ours: dict[str, tuple], of_any_shape: Iterable[str] = ()) -> None:
     """Raise ValueError unless the checkpoint has the model's names and shapes, no more and no less."""
-    matrices = dedicated.matrices if dedicated else {}
-    ours = {clean(fqn): tuple(matrices.get((holder, name), tensor).shape)
-            for fqn, holder, name, tensor in named_state(model)}
     entries = {name.removeprefix("model."): entry for name, entry in saved.items() if name.startswith("model.")}
     theirs = {name: tuple(entry.size) for name, entry in entries.items() if "_extra_state" not in name}
+    theirs |= {name: ours[name] for name in of_any_shape if name in theirs and name in ours}
     problems = [f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {ours.get(name, 'nothing')} in the model"
                 for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"load_checkpoint: '{folder}' is of another model; {'; '.join(problems[:5])}{more}")
+        raise ValueError(f"'{folder}' is of another model; {'; '.join(problems[:5])}{more}. Each model needs a folder "
+                         "of its own")
 
 
 def _empty_state(saved: dict, placements: dict, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str],

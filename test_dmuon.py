@@ -2938,6 +2938,7 @@ def test_weights_written_to_before_they_have_arrived_are_refused(layout, spread)
         message = f"'{name}' was written to while its replicate broadcast was in flight; write inside dmuon.unshard"
         with pytest.raises(RuntimeError, match=message):
             model.state_dict()
+        dist.barrier()  # what this rank has sent may not have arrived: one that leaves now would cut it off
         return True
 
     assert run(4, law) == [True] * 4

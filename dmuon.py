@@ -17,6 +17,7 @@ no ranks: `full_state_dict`, `save_checkpoint`, `load_checkpoint`.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import logging
@@ -38,14 +39,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, zeros
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hooks import DedicatedModel
-from hsdp import DedicatedParam, Slot, SlotMesh, equalise_group_counts, gather, gather_texts, local, mesh_device
-from hsdp import replicate, start_broadcast, union, wait
+from hooks import DedicatedModel, DedicatedParam, ShardMesh, equalise_group_counts, in_backward
+from hooks import local, start_broadcast, wait
+from hsdp import ReplicaMesh
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, batches
 from newton_schulz import equal_shapes, float64_norm, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
 from newton_schulz import tensor_parallel_norms
 from partition import assign_slots, check_untouched, choose_matrices, clean, named_state, ownership_map, signature
-from partition import slot_number
+from partition import slot_coordinate, slot_number
 
 __all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "owned_params", "owners",
            "ownership_table", "parameter_shapes", "grad_norms", "full_state_dict", "save_checkpoint", "load_checkpoint",
@@ -53,6 +54,44 @@ __all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "
            "POLAR_EXPRESS_COEFFICIENTS"]
 
 CPU = torch.device("cpu")
+Slot = tuple[int, int]
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in the mesh, as FSDP2 takes it."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Every rank's text, in the group's order; where all are equal only a hash travels.
+
+    `dist.all_gather_object` would need numpy.
+    """
+    data = text.encode()
+    mine = torch.tensor([int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)], device=device)
+    hashes = gather(mine, group)
+    if all(torch.equal(mine, other) for other in hashes):
+        return [text] * group.size()
+    padded = torch.zeros(max(int(other[1]) for other in hashes), dtype=torch.uint8, device=device)
+    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    return [bytes(other.tolist()).rstrip(b"\0").decode() for other in gather(padded, group)]
+
+
+def union(lines: Iterable[str], groups: list[dist.ProcessGroup], device: torch.device) -> list[str]:
+    """The lines that any rank has, each once, the same list on every rank."""
+    lines = list(lines)
+    for group in groups:
+        lines = "\n".join(gather_texts("\n".join(lines), group, device)).split("\n")
+    return [line for line in dict.fromkeys(lines) if line]
+
+
+def gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's tensor of this shape, in the group's order."""
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
 
 
 # ------------------------------------------------------------------------------------------ patches of torch
@@ -191,15 +230,16 @@ def dedicate_params(
     agree("dedicate_params", texts, {**tp_group, **groups}, device, failure)
     chosen = {matrix.parameter for matrix in matrices}
     synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], [*groups.values()], device)
-    slot_mesh, boundaries = SlotMesh(device, *groups.values(), tp_mesh=tp_mesh), {}
+    mesh_kind = ReplicaMesh if "replicate" in groups and groups["replicate"].size() > 1 else ShardMesh
+    slot_mesh, boundaries = mesh_kind(groups, device, tp_mesh), {}
     for matrix in matrices:
-        param = DedicatedParam(matrix.fqn, matrix.holders, slots[matrix.fqn], slot_mesh)
+        param = DedicatedParam(matrix.fqn, matrix.holders, slot_number(slots[matrix.fqn], slot_mesh.num_shards), slot_mesh)
         boundaries.setdefault(matrix.boundary, []).append(param)
     dedicated = DedicatedModel(model, boundaries, slot_mesh, reshard_after_forward, mp_policy)
     for module in {model, *boundaries, *(holder for holder, _ in dedicated.matrices)}:
         module._dmuon = dedicated
     _StateDicts(model, dedicated)
-    replicate(dedicated.params.values(), slot_mesh)
+    slot_mesh.copy_to_replicas(dedicated.params.values())
     _models.add(dedicated)
     return owners(model)
 
@@ -210,13 +250,13 @@ _models: weakref.WeakSet[DedicatedModel] = weakref.WeakSet()
 def _model_of(optimizer: torch.optim.Optimizer) -> DedicatedModel | None:
     """The dedicated model of which an optimizer has matrices or their placeholders."""
     params = {p for group in optimizer.param_groups for p in group["params"]}
-    return next((model for model in _models if any(p.sharded in params for p in model.params.values())), None)
+    return next((model for model in _models if any(p.owned in params for p in model.params.values())), None)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """An optimizer other than `Muon` may have changed owned data: the owners' replicate peers take it over."""
     dedicated = None if isinstance(optimizer, Muon) else _model_of(optimizer)
-    if dedicated and torch._C._current_graph_task_id() == -1:
+    if dedicated and not in_backward():
         dedicated.refresh()
     elif dedicated and dedicated.mesh.num_replicas > 1:  # in a parameter's hook, on the owner alone
         raise RuntimeError("an optimizer has stepped a dedicated matrix inside a backward, and its replicate peers "
@@ -376,16 +416,17 @@ def _require_dedicated(model: nn.Module, caller: str) -> DedicatedModel:
     return dedicated
 
 
-def _place(mesh: SlotMesh) -> dict[str, tuple[int, int]]:
+def _place(mesh: ShardMesh) -> dict[str, tuple[int, int]]:
     """By dimension of the mesh, this rank's coordinate and how many there are."""
     tp_mesh = mesh.tp_mesh
     tp = (0, 1) if tp_mesh is None else (tp_mesh.get_local_rank(), tp_mesh.size())
-    return {"shard": (mesh.slot[0], mesh.num_shards), "replicate": (mesh.slot[1], mesh.num_replicas), "tp": tp}
+    return {"shard": (mesh.shard, mesh.num_shards), "replicate": (mesh.replicate, mesh.num_replicas), "tp": tp}
 
 
 def owners(model: nn.Module) -> dict[str, Slot]:
     """{FQN: (shard, replicate) slot of its owner} for every dedicated matrix, in model order, equal on every rank."""
-    return {p.fqn: p.slot for p in _require_dedicated(model, "owners").params.values()}
+    dedicated = _require_dedicated(model, "owners")
+    return {p.fqn: slot_coordinate(p.owner, dedicated.mesh.num_shards) for p in dedicated.params.values()}
 
 
 def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -395,7 +436,7 @@ def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     dedicated = _require_dedicated(model, "owned_params")
     dedicated.adopt()
-    return {p.fqn: p.sharded for p in dedicated.params.values() if p.is_owner}
+    return {p.fqn: p.owned for p in dedicated.params.values() if p.is_owner}
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -417,7 +458,7 @@ def ownership_table(model: nn.Module) -> str:
     shapes = {fqn: tuple(p.shape) for fqn, p in dedicated.params.items()}
     layers = {p.fqn: clean(boundary.name) for boundary in dedicated.boundaries for p in boundary.params}
     shards, replicas = dedicated.mesh.num_shards, dedicated.mesh.num_replicas
-    slots = {fqn: slot_number(p.slot, shards) for fqn, p in dedicated.params.items()}
+    slots = {fqn: p.owner for fqn, p in dedicated.params.items()}
     return ownership_map(shapes, layers, slots, shards * replicas, num_replicas=replicas)
 
 
@@ -443,11 +484,11 @@ def _unshard(dedicated: DedicatedModel | None, params: list[DedicatedParam]) -> 
         dedicated.finish_replicate_broadcasts()
     for p in params:
         p.adopt()
-        replicate([p], p.mesh)  # the owner alone may have been written to
-        whole = p.sharded
-        if not p.in_column:
+        p.mesh.copy_to_replicas([p])  # the owner alone may have been written to
+        whole = p.owned
+        if not p.is_source:
             whole = nn.Parameter(p.wrap(local(whole).new_empty(p.local_shape)), whole.requires_grad)
-        works += start_broadcast(local(whole).contiguous(), p.mesh.broadcast_group, p.slot[0])
+        works += start_broadcast(local(whole).contiguous(), p.mesh.broadcast_group, p.source)
         before.append((p, p.resting))  # not always `sharded`: contexts nest
         p.resting = whole  # a forward inside the context restores it
         p.hold(whole)
@@ -458,7 +499,7 @@ def _unshard(dedicated: DedicatedModel | None, params: list[DedicatedParam]) -> 
         for p, resting in before:
             p.resting = resting
             p.hold(resting)
-            replicate([p], p.mesh)
+            p.mesh.copy_to_replicas([p])
         if dedicated:
             dedicated.invalidate()
 
@@ -633,7 +674,7 @@ def _check_muon_options(options: dict) -> None:
             raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")
 
 
-def _check_sharded(parameters: list[nn.Parameter], mesh: SlotMesh) -> None:
+def _check_sharded(parameters: list[nn.Parameter], mesh: ShardMesh) -> None:
     """Raise ValueError unless FSDP2 averages these gradients over as many ranks as DMuon does its own.
 
     See hsdp.py, [Note: Newton-Schulz hides a wrong divisor].
@@ -729,6 +770,21 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
     return norm if any(p.dtype == torch.float64 for p in model.parameters()) else norm.float()
 
 
+
+def _counts(mesh_, p: nn.Parameter) -> bool:
+    """Whether this rank is the first of all that hold the same part of p's gradient: a norm counts it once."""
+    mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
+    coordinates = []
+    if mesh is not None:
+        where = zip(p.grad.placements, mesh.get_coordinate())
+        coordinates += [coordinate for placement, coordinate in where if placement.is_replicate()]
+    if mesh in (None, mesh_.tp_mesh) and not hasattr(p, "_dedicated_owner_rank"):
+        coordinates += (mesh_.shard, mesh_.replicate)  # what ignored_params left to the user is on every data-parallel rank
+    if mesh_.tp_mesh is not None and (mesh is None or mesh_.tp_mesh.mesh_dim_names[0] not in mesh.mesh_dim_names):
+        coordinates.append(mesh_.tp_mesh.get_local_rank())
+    return not any(coordinates)
+
+
 @torch.no_grad()
 def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     """{FQN: norm of the averaged gradient} of every parameter of both families, equal on every rank; for logs.
@@ -750,7 +806,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     mesh, names = dedicated.mesh, _names(model)
     parts, zero = [], torch.zeros((), dtype=torch.float64, device=mesh.device)
     for p in names:
-        counts = p.grad is not None and local(p.grad).numel() and mesh.counts(p)
+        counts = p.grad is not None and local(p.grad).numel() and _counts(mesh, p)
         parts.append(float64_norm(local(p.grad).reshape(-1, 1), norm_type).squeeze() if counts else zero)
     norms = torch.stack(parts)
     for group in mesh.groups():
@@ -810,7 +866,7 @@ class _StateDicts:
             if p and not p.is_owner and not self.dedicated.shows_all:
                 state_dict.pop(prefix + name, None)
             elif p and module._parameters[name] is p.full:  # in a backward that has raised, say
-                state_dict[prefix + name] = p.sharded.detach()
+                state_dict[prefix + name] = p.owned.detach()
         if not prefix:
             for entries in (state_dict, getattr(state_dict, "_metadata", {})):
                 for key in [*entries]:  # all, to keep their order
@@ -831,7 +887,7 @@ class _StateDicts:
             if given_tensor and value.shape != (p or tensor).shape:
                 wrong.append(f"size mismatch for {clean(key)}: {tuple(value.shape)} in the state dict, "
                              f"{tuple((p or tensor).shape)} in the model")
-            elif p and not p.is_owner and not (p.in_column and given_tensor):  # the owner's value comes afterwards
+            elif p and not p.is_owner and not (p.is_source and given_tensor):  # the owner's value comes afterwards
                 state_dict[key] = torch.empty_like(tensor, dtype=value.dtype, device=device) if given_tensor else tensor
             elif isinstance(tensor, DTensor) and given_tensor and not isinstance(value, DTensor):
                 value = value.to(device)
@@ -1256,7 +1312,7 @@ def _check_names(folder: Path, saved: dict, ours: dict[str, tuple], of_any_shape
 def _empty_state(saved: dict, placements: dict, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str],
                  dedicated: DedicatedModel | None) -> dict[str, dict]:
     """{FQN: {key: value}} to load this rank's part of the parameters' optimizer state into."""
-    peers = {p.sharded for p in dedicated.params.values() if not p.is_owner} if dedicated else set()
+    peers = {p.owned for p in dedicated.params.values() if not p.is_owner} if dedicated else set()
     groups = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"] if p not in peers}
     state: dict[str, dict] = {}
     for name, entry in saved.items():

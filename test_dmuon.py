@@ -64,7 +64,7 @@ import hsdp
 import newton_schulz as ns
 import partition
 import train_gpt
-from hsdp import local
+from hooks import local
 
 torch.set_num_threads(1)  # first of all: a child forked from a process with two threads hangs in its first matmul
 
@@ -1728,7 +1728,7 @@ def test_packed_gradients_of_two_boundaries_at_most_are_alive(layout, make, spre
 
     def law(rank):
         counts, alive = [], weakref.WeakKeyDictionary()
-        original = hsdp.TwoStageReduce.__init__
+        original = hooks.Reduce.__init__
 
         def counted(self, params, *args):
             original(self, params, *args)
@@ -1740,7 +1740,7 @@ def test_packed_gradients_of_two_boundaries_at_most_are_alive(layout, make, spre
                 time.sleep(0.001)
             counts.append(len({*alive.values()}))
 
-        monkeypatch.setattr(hsdp.TwoStageReduce, "__init__", counted)
+        monkeypatch.setattr(hooks.Reduce, "__init__", counted)
         tp = tp_size(layout)
         model = shard(net(make=make), layout=layout)
         for step in batches(4 // tp, 2):
@@ -2497,7 +2497,7 @@ def test_a_rank_holds_its_share_and_nothing_else(layout, zero, spread, tmp_path)
         shapes = {n: p.shape for n, p in model.named_parameters()}
         model = shard(model, zero, layout)
         optimizer = dmuon.Muon(model, **OPTIONS)
-        slots, slot = dmuon.owners(model), model._dmuon.mesh.slot
+        slots, slot = dmuon.owners(model), (model._dmuon.mesh.shard, model._dmuon.mesh.replicate)
         matrix = {n: 4 * shapes[n].numel() // (1 if "maps.2" in n else tp) for n in slots}  # `shard` cuts the others
         rows = LAYOUTS[layout]["shard"]
         rest = [(n, p) for n, p in model.named_parameters() if n not in slots]
@@ -2623,7 +2623,7 @@ def test_z3_holds_the_buffers_of_two_boundaries_at_most(before):
 
         def look(*_):
             states = [boundary.state for boundary in model._dmuon.boundaries if boundary.params]
-            most[0] = max(most[0], sum(state is not hooks.BufferState.SHARDED for state in states))
+            most[0] = max(most[0], sum(state is not hooks.BufferState.EMPTY for state in states))
             gradients = [any(p.full is not None and p.full.grad is not None for p in params[layer]) for layer in params]
             most[1] = max(most[1], sum(gradients))
 
@@ -3475,7 +3475,7 @@ def test_checkpointed_blocks_compile(make, zero, spread, traffic):
             buffers = sum(len(boundary.buffers) for boundary in model._dmuon.boundaries)
             counts = Counter(name for name, _, _ in traffic)
             assert counts == {"broadcast": buffers * (zero - 1), "reduce": buffers}, (counts, buffers)
-        assert states == [hooks.BufferState.SHARDED] * 12, states  # three steps, three layers and the root
+        assert states == [hooks.BufferState.EMPTY] * 12, states  # three steps, three layers and the root
         assert torch._dynamo.utils.counters["frames"]["ok"] >= 3, "nothing was compiled"
         return record
 
@@ -6630,7 +6630,7 @@ def test_the_bench_counts_what_the_formulas_say(ranks, options, tmp_path):
     header, *rows = run(ranks, law)[0]
     assert header["options"]["steps"] == 1 and header["first_steps_differ_by"] < 1e-3
     rows = {row.pop("row"): row for row in rows}
-    assert len(rows) == 6 + bool(options) and hooks.PREFETCH
+    assert len(rows) == 6 + bool(options) and hooks.DedicatedModel.prefetch
     for name, row in rows.items():
         assert row["sent"] == row["formula"] and (row["sent"] > 0) == (ranks > 1), (name, row)
         assert row["step_ms"] > row["optimizer_ms"] > 0 and row["peak_bytes"] > row["muon_state_bytes"]
@@ -6653,12 +6653,12 @@ def test_the_bench_gives_each_row_what_its_name_says(tmp_path, monkeypatch):
     def watched_step(row):
         sizes["now"] = sizes[row.name]
         moments = step(row)
-        seen[row.name] = hooks.PREFETCH
+        seen[row.name] = hooks.DedicatedModel.prefetch
         return moments
 
     def watched_turn(row):
         turn(row)
-        assert not any(b.arriving for b in row.model._dmuon.boundaries) if row.args.optimizer == "muon" else True
+        assert not getattr(row.model._dmuon.mesh, "arriving", []) if row.args.optimizer == "muon" else True
 
     def watched_orthogonalise(updates, *args, **how):
         sizes["now"].add(len(updates))
@@ -6737,8 +6737,8 @@ def scale_gradients(scale: float) -> None:
 
 
 def scale_averages(scale: float) -> None:
-    original = hsdp.start_average
-    hsdp.start_average = lambda tensor, *group: original(tensor.mul_(scale), *group)
+    original = hooks.start_average
+    hooks.start_average = lambda tensor, *group: original(tensor.mul_(scale), *group)
 
 
 def spoil_gram() -> None:
@@ -6752,7 +6752,7 @@ def decay_by_the_adjusted_rate() -> None:
 
 
 def lose_a_replica() -> None:
-    hooks.replicate_broadcasts = lambda params, mesh: []
+    hsdp.ReplicaMesh._broadcasts = lambda mesh, params: []
 
 
 def forget_a_gradient() -> None:

@@ -63,7 +63,8 @@ from tqdm import tqdm
 
 import dmuon
 import hooks
-from hsdp import gather, local, union
+from dmuon import gather, union
+from hooks import local
 from newton_schulz import adjusted_lr, equal_shapes, orthogonalise
 from partition import ns_flops, step_traffic
 
@@ -842,7 +843,7 @@ class BenchRow:
 
     def step(self) -> tuple:
         """A training step without clipping and logging; start and end of the optimizer's part."""
-        hooks.PREFETCH = self.prefetch
+        hooks.DedicatedModel.prefetch = int(self.prefetch)
         self.optimizer.zero_grad()
         for tokens, targets in self.data:
             loss_of(self.model, tokens, targets).backward()
@@ -944,7 +945,7 @@ def bench(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log) 
     for _ in range(args.steps):
         for row in rows:
             row.turn()
-    hooks.PREFETCH = True
+    hooks.DedicatedModel.prefetch = 1
     log.write(options=vars(args), torch=torch.__version__, mesh=mesh.shape, first_steps_differ_by=distance)
     log.print(f"bench  width {args.n_embd}, {args.depth} layers, {args.seq_len} tokens x {args.device_batch_size} "
               f"sequences x {args.data_ranks} ranks = {args.total_batch_size:,} tokens a step, replicate "

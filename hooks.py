@@ -476,7 +476,7 @@ class Boundary:
             buffer.flat.untyped_storage().resize_(0)
         self.state = BufferState.EMPTY
 
-    def trained(self) -> list[tuple[PackedBuffer, list[DedicatedParam]]]:
+    def trainable(self) -> list[tuple[PackedBuffer, list[DedicatedParam]]]:
         """What a reduce is for: the buffers and those of their matrices that are not frozen."""
         for p in self.params:
             if p.full is not None and not p.full.requires_grad:
@@ -631,15 +631,15 @@ class Backward:
 
     def _reduce(self, boundary: Boundary) -> None:
         """Packed gradients of two boundaries live at most: the last but one ends before."""
-        trained = boundary.trained()
-        if not trained:
+        trainable = boundary.trainable()
+        if not trainable:
             return
         while len(self.in_flight) > 1:
             self._finish_reduces()
         with record_function(f"dmuon.reduce {boundary.name}"):
             start_reduce = self.model.mesh.start_reduce
             self.in_flight.append([start_reduce(params, buffer.reduce_dtype)
-                                   for buffer, params in trained])
+                                   for buffer, params in trainable])
         for reduction in itertools.chain(*self.in_flight[:-1]):
             reduction.start_stage_two()
 

@@ -423,7 +423,7 @@ class Boundary:
     def _build_buffers(self) -> None:
         """At the first unshard: meta parameters have been materialised, `.to()` has been called."""
         groups: dict[tuple, list[DedicatedParam]] = {}
-        for p in sorted(self.params, key=lambda p: p.owner):
+        for p in self.params:
             if p.owned.is_meta:
                 raise RuntimeError(f"dedicated parameter '{p.fqn}' is on the meta device; "
                                    "materialise it first")
@@ -433,7 +433,8 @@ class Boundary:
         def on_gradient(fqn: str, full: nn.Parameter) -> None:
             this().model.current_backward().on_gradient(this(), fqn, full)
 
-        self.buffers = [PackedBuffer(params, self.model, on_gradient) for params in groups.values()]
+        self.buffers = [PackedBuffer(sorted(params, key=lambda p: p.owner), self.model, on_gradient)
+                        for params in groups.values()]
 
     def start_unshard(self) -> None:
         """1 fill (5 refill): issue the broadcasts, unless the matrices are here or on their way."""

@@ -1245,7 +1245,7 @@ def test_ranks_that_start_from_different_seeds_have_equal_weights():
 def test_modes_that_differ_only_in_when_they_communicate_are_bit_equal(spread, monkeypatch):
     """Z2 and Z3, with and without prefetch: the same bits in losses, gradients, momenta and weights."""
     records = [merged(run(4, train, 3, 5)), merged(run(4, train, 2, 5))]
-    monkeypatch.setattr(hooks, "PREFETCH", False)
+    monkeypatch.setattr(hooks.DedicatedModel, "prefetch", 0)
     records += [merged(run(4, train, 3, 5)), merged(run(4, train, 2, 5))]
     for record in records[1:]:
         assert_same(record, records[0], tolerance=0.0)
@@ -2775,7 +2775,7 @@ def test_when_and_how_replicas_hear_of_a_step_does_not_change_a_bit(spread, monk
     record = merged(run(4, partial(train, layout="2x2"), 3, 5))
     others = [run(4, partial(train, layout="2x2", replicate_async=False), 3, 5),
               run(4, partial(train, layout="2x2"), 2, 5)]
-    monkeypatch.setattr(hooks, "PREFETCH", False)
+    monkeypatch.setattr(hooks.DedicatedModel, "prefetch", 0)
     others.append(run(4, partial(train, layout="2x2"), 3, 5))
     dedicate = dmuon.dedicate_params
 
@@ -6781,7 +6781,7 @@ def test_a_trace_shows_what_hides_behind_what(prefetch, tmp_path, monkeypatch):
     There is a trace a rank, of three steps, with ranges by name. AdamW's step stands between a replicate broadcast and
     its wait.
     """
-    monkeypatch.setattr(hooks, "PREFETCH", prefetch)
+    monkeypatch.setattr(hooks.DedicatedModel, "prefetch", int(prefetch))
     run(4, train_gpt_log, str(tmp_path), *TINY, "--steps=6", "--replicate=2", f"--profile={tmp_path / 'traces'}")
     found = set()
     for rank in range(4):

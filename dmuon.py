@@ -1,18 +1,20 @@
-"""DMuon: the public API. `import dmuon`, three calls, and FSDP2 trains with Muon, each matrix orthogonalised once.
+"""DMuon: the public API. `import dmuon`, three calls, and FSDP2 trains with Muon.
 
-Before this file: newton_schulz.py, partition.py, hooks.py, hsdp.py. After it: train_gpt.py, which uses it.
+Before this file: newton_schulz.py, partition.py, hooks.py, hsdp.py. After it: train_gpt.py, which
+uses it.
 
     import dmuon                                           # FSDP2 now leaves dedicated matrices alone
     dmuon.dedicate_params(model, mesh)                     # each matrix gets one owner
     for layer in model.layers: fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)                          # everything else, as ever
-    optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=3e-3)  # a torch.optim.Optimizer for both families
+    optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=3e-3)  # a torch optimizer for both families
 
-The training loop does not change. Between steps `model.parameters()` holds, for a dedicated matrix, the whole matrix
-on its owner (and the owner's replicate peers) and an empty placeholder elsewhere; `owned_params(model)` names what this
-rank owns, `parameter_shapes(model)` the true shapes, and `unshard(module)` shows whole matrices on every rank. For the
-loop there are `no_sync`, `clip_grad_norm_` and `grad_norms`, beside it state dicts and checkpoints that know names and
-no ranks: `full_state_dict`, `save_checkpoint`, `load_checkpoint`.
+The training loop does not change. Between steps `model.parameters()` holds, for a dedicated matrix,
+the whole matrix on its owner (and the owner's replicas) and an empty placeholder elsewhere;
+`owned_params(model)` names what this rank owns, `parameter_shapes(model)` the true shapes, and
+`unshard(module)` shows whole matrices on every rank. For the loop there are `no_sync`,
+`clip_grad_norm_` and `grad_norms`, beside it state dicts and checkpoints that know names and no
+ranks: `full_state_dict`, `save_checkpoint`, `load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -42,66 +44,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hooks import DedicatedModel, DedicatedParam, ShardMesh, equalise_group_counts, in_backward
 from hooks import local, start_broadcast, wait
 from hsdp import ReplicaMesh
-from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS, adjusted_lr, batches
-from newton_schulz import equal_shapes, float64_norm, gram_newton_schulz, newton_schulz, orthogonalise, sums_grams
-from newton_schulz import tensor_parallel_norms
-from partition import assign_slots, check_untouched, choose_matrices, clean, named_state, ownership_map, signature
-from partition import slot_coordinate, slot_number
+from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
+from newton_schulz import adjusted_lr, batches, equal_shapes, float64_norm, gram_newton_schulz
+from newton_schulz import newton_schulz, orthogonalise, sums_grams, tensor_parallel_norms
+from partition import assign_matrices, choose_matrices, clean, named_state, ownership_map
+from partition import slot_coordinate
 
-__all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "owned_params", "owners",
-           "ownership_table", "parameter_shapes", "grad_norms", "full_state_dict", "save_checkpoint", "load_checkpoint",
-           "newton_schulz", "gram_newton_schulz", "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS",
-           "POLAR_EXPRESS_COEFFICIENTS"]
+__all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "owned_params",
+           "owners", "ownership_table", "parameter_shapes", "grad_norms", "full_state_dict",
+           "save_checkpoint", "load_checkpoint", "newton_schulz", "gram_newton_schulz",
+           "KELLER_COEFFICIENTS", "YOU_COEFFICIENTS", "POLAR_EXPRESS_COEFFICIENTS"]
 
 CPU = torch.device("cpu")
-Slot = tuple[int, int]
+Slot = tuple[int, int]  # (shard, replicate) coordinate of an owner; replicate is 0 on a 1-D mesh
 
 
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """This rank's device in the mesh, as FSDP2 takes it."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every rank's text, in the group's order; where all are equal only a hash travels.
-
-    `dist.all_gather_object` would need numpy.
-    """
-    data = text.encode()
-    mine = torch.tensor([int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)], device=device)
-    hashes = gather(mine, group)
-    if all(torch.equal(mine, other) for other in hashes):
-        return [text] * group.size()
-    padded = torch.zeros(max(int(other[1]) for other in hashes), dtype=torch.uint8, device=device)
-    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    return [bytes(other.tolist()).rstrip(b"\0").decode() for other in gather(padded, group)]
-
-
-def union(lines: Iterable[str], groups: list[dist.ProcessGroup], device: torch.device) -> list[str]:
-    """The lines that any rank has, each once, the same list on every rank."""
-    lines = list(lines)
-    for group in groups:
-        lines = "\n".join(gather_texts("\n".join(lines), group, device)).split("\n")
-    return [line for line in dict.fromkeys(lines) if line]
-
-
-def gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor of this shape, in the group's order."""
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(gathered, tensor, group=group)
-    return gathered
-
-
-# ------------------------------------------------------------------------------------------ patches of torch
+# ------------------------------------------------------------------------------- patches of torch
 
 
 def _patch_fsdp() -> None:
-    """Make FSDP2 ignore dedicated parameters, as if each `fully_shard` call named them in `ignored_params`.
+    """Make FSDP2 ignore dedicated parameters, as if each `fully_shard` call named them.
 
-    Private, because `ignored_params` would have to be passed to every call, and a call that forgets it shards an
-    owner's matrix. `_get_managed_states` is where `fully_shard` of torch 2.13 and 2.14 collects parameters.
+    Private, because `ignored_params` would have to be passed to every call, and a call that forgets
+    it shards an owner's matrix. `_get_managed_states` is where `fully_shard` of torch 2.13 and 2.14
+    collects parameters.
     """
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -110,34 +76,36 @@ def _patch_fsdp() -> None:
         if "_get_managed_states" not in _fsdp_init._get_modules_and_states.__code__.co_names:
             raise AttributeError("_get_modules_and_states no longer calls _get_managed_states")
     except (ImportError, AttributeError) as error:
-        raise ImportError(f"dmuon cannot patch FSDP2 of torch {torch.__version__} ({error}). Use torch 2.13 or 2.14, "
-                          "or collect the parameters that have '_dedicated_owner_rank' and pass them to every "
+        raise ImportError(f"dmuon cannot patch FSDP2 of torch {torch.__version__} ({error}). Use "
+                          "torch 2.13 or 2.14, or collect the parameters that have "
+                          "'_dedicated_owner_rank' and pass them to every "
                           "fully_shard(..., ignored_params=...)") from error
     if hasattr(original, "_dmuon"):
         return
 
     @wraps(original)
     def get_managed_states(modules, ignored_params=None):
-        for record in {module._dmuon for module in modules if hasattr(module, "_dmuon")}:
-            record.adopt()  # since `dedicate_params` a conversion may have replaced a parameter, or its mark
+        for dedicated in {module._dmuon for module in modules if hasattr(module, "_dmuon")}:
+            dedicated.adopt()  # a conversion may have replaced a parameter, or its mark
         params = (p for module in modules for p in module.parameters(recurse=False))
-        dedicated = {p for p in params if hasattr(p, "_dedicated_owner_rank")}
-        return original(modules, dedicated | (ignored_params or set()))
+        matrices = {p for p in params if is_dedicated(p)}
+        return original(modules, matrices | (ignored_params or set()))
 
     get_managed_states._dmuon = True
     _fsdp_init._get_managed_states = get_managed_states
 
 
 def _patch_grad_scaler() -> None:
-    """Let `torch.amp.GradScaler` unscale matrices' gradients: all ranks of the mesh see what one of them has found.
+    """Let `torch.amp.GradScaler` unscale matrices' gradients; all ranks see what one has found.
 
-    Private, because the stock scaler gives torch one list, which must not have tensors beside DTensors, and asks
-    nobody whether a gradient that another rank owns has overflowed.
+    Private, because the stock scaler gives torch one list, which must not have tensors beside
+    DTensors, and asks nobody whether a gradient that another rank owns has overflowed.
     """
     original = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
     if original is None:
-        raise ImportError(f"dmuon cannot patch torch.amp.GradScaler of torch {torch.__version__}, which no longer has "
-                          "_unscale_grads_. Use torch 2.13 or 2.14")
+        raise ImportError("dmuon cannot patch torch.amp.GradScaler of torch "
+                          f"{torch.__version__}, which no longer has _unscale_grads_. Use torch "
+                          "2.13 or 2.14")
     if hasattr(original, "_dmuon"):
         return
 
@@ -149,13 +117,15 @@ def _patch_grad_scaler() -> None:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         mesh = dedicated.mesh
         found, inverse = found_inf.to(mesh.device), inv_scale.to(mesh.device)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        if not allow_fp16 and any(p.dtype == torch.float16 for p in params):  # by what all ranks know
+        params = _params_of(optimizer)
+        if not allow_fp16 and any(p.dtype == torch.float16 for p in params):  # all ranks know this
             raise ValueError("Attempting to unscale FP16 gradients.")
-        gradients = [p.grad for p in params if p.grad is not None]
-        for dtype in {gradient.dtype for gradient in gradients}:
-            alike = [local(gradient) for gradient in gradients if gradient.dtype == dtype]
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for p in params:
+            if p.grad is not None:
+                by_dtype.setdefault(p.grad.dtype, []).append(local(p.grad))
+        for gradients in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
         for group in mesh.groups():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return {found.device: found}
@@ -168,251 +138,339 @@ _patch_fsdp()
 _patch_grad_scaler()
 
 
-# ------------------------------------------------------------------------------------------ dedicate_params
+# -------------------------------------------------------------------------------- dedicate_params
 
 
 def dedicate_params(
-    model: nn.Module, mesh: DeviceMesh, predicate: Callable[[str, nn.Parameter], bool] | None = None, *,
+    model: nn.Module, mesh: DeviceMesh,
+    predicate: Callable[[str, nn.Parameter], bool] | None = None, *,
     reshard_after_forward: bool = True, replicate_mesh: DeviceMesh | None = None,
-    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None, hook_boundary_strict: bool = True,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
+    hook_boundary_strict: bool = True, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> dict[str, Slot]:
     """Give each matrix of the model one owner. Call it before `fully_shard`, with the same mesh.
 
-    Afterwards a dedicated matrix is whole on its owner (and the owner's replicate peers) and an empty placeholder
-    elsewhere, and `fully_shard` leaves it alone. Weights are equal on all ranks: a matrix is its owner's, everything
-    else (parameters that stay with FSDP2, buffers) is that of the mesh's first rank. Meta tensors are left alone. A
-    parameter that `parallelize_module` has made a DTensor keeps its placement: the ranks of the tensor-parallel mesh
-    own its shards together, and parameters that are no DTensors must start equal on them.
+    Afterwards a dedicated matrix is whole on its owner (and the owner's replicas) and an empty
+    placeholder elsewhere, and `fully_shard` leaves it alone. Weights are equal on all ranks: a
+    matrix is its owner's, everything else (parameters that stay with FSDP2, buffers) is that of the
+    mesh's first rank. Meta tensors are left alone. A parameter that `parallelize_module` has made a
+    DTensor keeps its placement: the ranks of the tensor-parallel mesh own its parts together, and
+    parameters that are no DTensors must start equal on them.
 
     Args:
         model: the root module, on any device; dedicated matrices move to the mesh's device.
-        mesh: the mesh that `fully_shard` gets: (shard,) or, for HSDP, (replicate, shard). With HSDP (FSDP2 asks for
-            it) or tensor parallelism it has dimension names.
-        predicate: `(fqn, parameter) -> bool` chooses the matrices, (m, n) or stacked (E, m, n). None: every matrix of
-            a linear map inside a hook boundary. Frozen parameters are never dedicated.
-        reshard_after_forward: True (Z3) frees full matrices after the forward and broadcasts them again for the
-            backward; False (Z2) keeps them. Match what `fully_shard` gets.
+        mesh: the mesh that `fully_shard` gets: (shard,) or, for HSDP, (replicate, shard). With HSDP
+            (FSDP2 asks for it) or tensor parallelism it has dimension names.
+        predicate: `(fqn, parameter) -> bool` chooses the matrices, (m, n) or stacked (E, m, n).
+            None: every matrix of a linear map inside a hook boundary. Frozen parameters are never
+            dedicated.
+        reshard_after_forward: True (Z3) frees full matrices after the forward and broadcasts them
+            again for the backward; False (Z2) keeps them. Match what `fully_shard` gets.
         replicate_mesh: the replicate dimension, if `mesh` is the 1-D shard mesh of a 2-D one.
-        hook_boundary_predicate: `(module) -> bool`; the lowest module around a matrix where it is true unshards the
-            matrix. None: modules named `layers.N`, `layer.N`, `blocks.N` or `h.N`.
-        hook_boundary_strict: raise for a matrix without a boundary; False lets the module that holds it be its own.
-        mp_policy: FSDP2's policy. Matrices are broadcast and computed with in `param_dtype`, gradients averaged in
-            `reduce_dtype`; owned data keeps the parameter's dtype. Inputs and outputs are cast by `fully_shard`.
+        hook_boundary_predicate: `(module) -> bool`; the lowest module around a matrix where it is
+            true unshards the matrix. None: modules named `layers.N`, `layer.N`, `blocks.N`, `h.N`.
+        hook_boundary_strict: raise for a matrix without a boundary; False lets the module that
+            holds it be its own.
+        mp_policy: FSDP2's policy. Matrices are broadcast and computed with in `param_dtype`,
+            gradients averaged in `reduce_dtype`; owned data keeps the parameter's dtype. Inputs and
+            outputs are cast by `fully_shard`.
 
     Returns:
         {FQN: (shard, replicate) slot of its owner}, equal on every rank.
 
     Raises:
-        TypeError, ValueError: on every rank, before the model is touched, when the mesh has another shape, the model
-            was dedicated or sharded before, nothing is chosen, a chosen parameter is no matrix, has no hook boundary or
-            is tied across two, is sharded over two tensor-parallel dimensions or a mesh without names, or the ranks'
-            models differ in names, shapes or owners, or on a tensor-parallel mesh in the values of what is no DTensor.
+        TypeError, ValueError: on every rank, before the model is touched, when the mesh has another
+            shape, the model was dedicated or sharded before, nothing is chosen, a chosen parameter
+            is no matrix, has no hook boundary or is tied across two, is sharded over two
+            tensor-parallel dimensions or a mesh without names, or the ranks' models differ in
+            names, shapes or owners, or on a tensor-parallel mesh in the values of what is no
+            DTensor.
     """
-    _check_call(model=model, mesh=mesh, replicate_mesh=replicate_mesh, reshard_after_forward=reshard_after_forward,
-                mp_policy=mp_policy)
+    _check_call(model, mesh, replicate_mesh, reshard_after_forward, mp_policy)
     groups, device = {"shard": mesh.get_group(mesh.ndim - 1)}, mesh_device(mesh)
     if mesh.ndim == 2 or replicate_mesh is not None:
         groups["replicate"] = (replicate_mesh or mesh).get_group(0)
-    failure, matrices, slots, tp_mesh = None, [], {}, None
+    shards = groups["shard"].size()
+    replicas = groups["replicate"].size() if "replicate" in groups else 1
+    failure, matrices, owner_of, tp_mesh = None, [], {}, None
     try:
-        check_untouched(model)
-        named = ((clean(fqn), parameter) for fqn, parameter in model.named_parameters())
-        tp_mesh = _tensor_parallel_mesh(named, mesh, replicate_mesh)
+        _check_untouched(model)
+        tp_mesh = _tensor_parallel_mesh(model, mesh, replicate_mesh)
         matrices = choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
-        slots = assign_slots(matrices, *(group.size() for group in groups.values()))
-    except Exception as error:  # told to the peers before it is raised, or they would wait for this rank for ever
+        owner_of = assign_matrices(matrices, shards * replicas, replicas)
+    except Exception as error:  # the peers are told first, or they would wait for this rank
         failure = error
-    texts = dict.fromkeys(groups, signature(model, slots))
-    tp_group = {} if tp_mesh is None else {"tp": tp_mesh.get_group()}
+
+    slots = {fqn: slot_coordinate(owner, shards) for fqn, owner in owner_of.items()}
+    lines, checked = _signature(model, slots), groups
+    agreed = dict.fromkeys(groups, lines)
     if tp_mesh is not None:
-        texts["tp"] = "\n".join([texts["shard"], *_checksums(model.named_parameters(), "seed tp ranks alike")])
-    agree("dedicate_params", texts, {**tp_group, **groups}, device, failure)
+        agreed["tp"] = lines + _checksums(model.named_parameters(), "seed tp ranks alike")
+        checked = {"tp": tp_mesh.get_group(), **groups}
+    agree("dedicate_params", agreed, checked, failure)
+
     chosen = {matrix.parameter for matrix in matrices}
-    synchronise([t for t in (*model.parameters(), *model.buffers()) if t not in chosen], [*groups.values()], device)
-    mesh_kind = ReplicaMesh if "replicate" in groups and groups["replicate"].size() > 1 else ShardMesh
-    slot_mesh, boundaries = mesh_kind(groups, device, tp_mesh), {}
+    others = [t for t in (*model.parameters(), *model.buffers()) if t not in chosen]
+    synchronise(others, [*groups.values()], device)
+    place = (ReplicaMesh if replicas > 1 else ShardMesh)(groups, device, tp_mesh)
+    boundaries: dict[nn.Module, list[DedicatedParam]] = {}
     for matrix in matrices:
-        param = DedicatedParam(matrix.fqn, matrix.holders, slot_number(slots[matrix.fqn], slot_mesh.num_shards), slot_mesh)
-        boundaries.setdefault(matrix.boundary, []).append(param)
-    dedicated = DedicatedModel(model, boundaries, slot_mesh, reshard_after_forward, mp_policy)
+        p = DedicatedParam(matrix.fqn, matrix.holders, owner_of[matrix.fqn], place)
+        boundaries.setdefault(matrix.boundary, []).append(p)
+    dedicated = DedicatedModel(model, boundaries, place, reshard_after_forward, mp_policy)
     for module in {model, *boundaries, *(holder for holder, _ in dedicated.matrices)}:
         module._dmuon = dedicated
     _StateDicts(model, dedicated)
-    slot_mesh.copy_to_replicas(dedicated.params.values())
+    place.copy_to_replicas(dedicated.params.values())
     _models.add(dedicated)
-    return owners(model)
+    return slots
+
+
+def is_dedicated(p: nn.Parameter) -> bool:
+    """Whether it is a dedicated matrix, or its placeholder."""
+    return hasattr(p, "_dedicated_owner_rank")
 
 
 _models: weakref.WeakSet[DedicatedModel] = weakref.WeakSet()
 
 
+def _params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _model_of(optimizer: torch.optim.Optimizer) -> DedicatedModel | None:
     """The dedicated model of which an optimizer has matrices or their placeholders."""
-    params = {p for group in optimizer.param_groups for p in group["params"]}
-    return next((model for model in _models if any(p.owned in params for p in model.params.values())), None)
+    params = {*_params_of(optimizer)}
+    for model in _models:
+        if any(p.owned in params for p in model.params.values()):
+            return model
+    return None
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """An optimizer other than `Muon` may have changed owned data: the owners' replicate peers take it over."""
+    """Another optimizer than `Muon` may have changed owned data: the replicas take it over."""
     dedicated = None if isinstance(optimizer, Muon) else _model_of(optimizer)
-    if dedicated and not in_backward():
+    if dedicated is None:
+        return
+    if not in_backward():
         dedicated.refresh()
-    elif dedicated and dedicated.mesh.num_replicas > 1:  # in a parameter's hook, on the owner alone
-        raise RuntimeError("an optimizer has stepped a dedicated matrix inside a backward, and its replicate peers "
-                           "cannot know: step it after the backward")
+    elif dedicated.mesh.num_replicas > 1:  # in a parameter's hook, on the owner alone
+        raise RuntimeError("an optimizer has stepped a dedicated matrix inside a backward, and its "
+                           "replicas cannot know: step it after the backward")
 
 
 register_optimizer_step_post_hook(_after_step)
 
 
-def _check_call(**given: object) -> None:
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in the mesh, as FSDP2 takes it."""
+    if mesh.device_type == "cpu":
+        return CPU
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
+def _check_call(model: nn.Module, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None,
+                reshard_after_forward: bool, mp_policy: MixedPrecisionPolicy) -> None:
     """What is wrong with the call itself, the same on every rank."""
-    kinds = {"model": nn.Module, "mesh": DeviceMesh, "reshard_after_forward": bool, "mp_policy": MixedPrecisionPolicy}
-    for name, kind in kinds.items():
-        if not isinstance(given[name], kind):
-            raise TypeError(f"dedicate_params: {name} is a {type(given[name]).__name__}; expected a {kind.__name__}")
-    mesh, replicate_mesh = given["mesh"], given["replicate_mesh"]
+    for name, value, kind in (
+        ("model", model, nn.Module), ("mesh", mesh, DeviceMesh),
+        ("reshard_after_forward", reshard_after_forward, bool),
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"dedicate_params: {name} is a {type(value).__name__}; expected a "
+                            f"{kind.__name__}")
     if mesh.ndim > (2 if replicate_mesh is None else 1):
-        raise ValueError(f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh that fully_shard "
-                         "gets, (shard,) or (replicate, shard), without tensor parallelism's; with replicate_mesh the "
-                         "1-D shard mesh")
-    if replicate_mesh is not None:
-        if not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1:
-            raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D DeviceMesh")
-        common = {*mesh.mesh.tolist()} & {*replicate_mesh.mesh.tolist()}
-        if common != {dist.get_rank()}:
-            raise ValueError(f"dedicate_params: mesh and replicate_mesh share ranks {sorted(common)}; expected this "
-                             "rank only")
+        raise ValueError(f"dedicate_params: mesh has shape {tuple(mesh.shape)}; expected the mesh "
+                         "that fully_shard gets, (shard,) or (replicate, shard), without tensor "
+                         "parallelism's; with replicate_mesh the 1-D shard mesh")
+    if replicate_mesh is None:
+        return
+    if not isinstance(replicate_mesh, DeviceMesh) or replicate_mesh.ndim != 1:
+        raise ValueError(f"dedicate_params: replicate_mesh is {replicate_mesh!r}; expected a 1-D "
+                         "DeviceMesh")
+    common = {*mesh.mesh.tolist()} & {*replicate_mesh.mesh.tolist()}
+    if common != {dist.get_rank()}:
+        raise ValueError("dedicate_params: mesh and replicate_mesh share ranks "
+                         f"{sorted(common)}; expected this rank only")
 
 
-def _tensor_parallel_mesh(parameters: Iterable, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
+def _check_untouched(model: nn.Module) -> None:
+    """Raise ValueError if `dedicate_params` or `fully_shard` was called on a part of the model."""
+    for name, module in model.named_modules():
+        what = f"'{name}'" if name else "'the model'"
+        if hasattr(module, "_dmuon"):
+            raise ValueError(f"dedicate_params: already called on {what}; call it once, on the "
+                             "root")
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"dedicate_params: fully_shard was already applied to {what}; call "
+                             "dedicate_params before fully_shard")
+
+
+def _tensor_parallel_mesh(model: nn.Module, *data_meshes: DeviceMesh | None) -> DeviceMesh | None:
     """The mesh of a model's DTensors: before `fully_shard` they are those of tensor parallelism.
 
-    Args:
-        parameters: (FQN, parameter) pairs.
-        data_meshes: the data-parallel meshes; their dimensions are not tensor-parallel ones.
-
     Raises:
-        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two dimensions, or is another
-            one than that of the parameters before it.
+        ValueError: names a parameter whose mesh has no names, a data-parallel dimension, two
+            dimensions, or is another one than that of the parameters before it.
     """
-    data_names = {name for mesh in data_meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
-    found = None
-    for fqn, parameter in parameters:
-        if not isinstance(parameter, DTensor) or parameter.device_mesh == found:
+    names = [mesh.mesh_dim_names or () for mesh in data_meshes if mesh is not None]
+    data_names, found = {*itertools.chain(*names)}, None
+    for fqn, parameter in model.named_parameters():
+        tp_mesh = getattr(parameter, "device_mesh", None)
+        if tp_mesh == found or tp_mesh is None:
             continue
-        names = parameter.device_mesh.mesh_dim_names
-        if not names or not data_names:
-            which = "data-parallel" if names else "tensor-parallel"
-            problem = f"but the {which} mesh has no names; pass slices of one init_device_mesh(..., mesh_dim_names=...)"
-        elif data_names & {*names}:
-            problem = f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions only, before fully_shard"
-        elif len(names) > 1 or found is not None:
-            problem = "but only one tensor-parallel dimension is supported, the same for all parameters"
+        tp_names = tp_mesh.mesh_dim_names
+        nameless = "tensor-parallel" if not tp_names else "" if data_names else "data-parallel"
+        if nameless:
+            problem = (f"but the {nameless} mesh has no names; pass slices of one "
+                       "init_device_mesh(..., mesh_dim_names=...)")
+        elif data_names & {*tp_names}:
+            problem = (f"and the mesh has {sorted(data_names)}; pass data-parallel dimensions "
+                       "only, before fully_shard")
+        elif len(tp_names) > 1 or found is not None:
+            problem = ("but only one tensor-parallel dimension is supported, the same for all "
+                       "parameters")
         else:
-            found = parameter.device_mesh
+            found = tp_mesh
             continue
-        raise ValueError(f"dedicate_params: parameter '{fqn}' is a DTensor over {names or 'a mesh'}, {problem}")
+        raise ValueError(f"dedicate_params: parameter '{clean(fqn)}' is a DTensor over "
+                         f"{tp_names or 'a mesh'}, {problem}")
     return found
+
+
+def _signature(model: nn.Module, slots: dict[str, Slot]) -> list[str]:
+    """A line for each tensor of the model: what all ranks must agree on."""
+    lines = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        placements = getattr(tensor, "placements", "")
+        lines.append(f"{clean(name)} {tuple(tensor.shape)} {placements} {tensor.dtype} owner "
+                     f"{slots.get(clean(name))}")
+    return lines
 
 
 def _checksums(named: Iterable[tuple[str, Tensor]], advice: str) -> list[str]:
     """A line for each tensor that ranks should hold alike: one that is no DTensor."""
     lines = []
     for name, tensor in named:
-        if not isinstance(tensor, DTensor) and not tensor.is_meta:
-            total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-            for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(2**16):
-                weights = torch.arange(1, len(part) + 1, device=part.device)  # the order of the bytes counts
-                total = 31 * total + (part * weights).sum()
-            lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, checksum {total.item()}: {advice}")
+        if isinstance(tensor, DTensor) or tensor.is_meta:
+            continue
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(2**16):
+            weights = torch.arange(1, len(part) + 1, device=part.device)  # their order counts
+            total = 31 * total + (part * weights).sum()
+        lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, checksum {total.item()}: {advice}")
     return lines
 
 
-# ----------------------------------------------------------------------------------- what all ranks agree on
+# ------------------------------------------------------------------------ what all ranks agree on
 
 
-def agree(caller: str, texts: dict[str, str], groups: dict[str, dist.ProcessGroup], device: torch.device,
-          failure: Exception | None) -> None:
-    """Raise on every rank unless the ranks of each group hold the same text and none of the mesh has failed.
+def gather_objects(value: object, group: dist.ProcessGroup) -> list:
+    """Every rank's value, in the group's order."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(caller: str, lines: dict[str, list[str]], groups: dict[str, dist.ProcessGroup],
+          failure: Exception | None = None) -> None:
+    """Raise on every rank unless the ranks of each group have equal lines and none has failed.
 
     Args:
         caller: named in the error.
-        texts: by dimension of the mesh, what must be equal along it, line by line.
-        groups: by dimension; a small collective in each.
-        device: where collectives take their tensors.
+        lines: by dimension of the mesh, what must be equal along it.
+        groups: by dimension; where all is well only a hash travels in each.
         failure: what this rank raises; its peers are told.
 
     Raises:
         ValueError: names the ranks and the first line that differs.
     """
     for dimension, group in groups.items():
-        found = _disagreement(f"failed: {failure}" if failure else texts[dimension], group, dimension, device)
-        if found and not failure:
-            failure = ValueError(f"{caller}: {found}")  # raised at the end only: the other dimensions must hear of it
-    if failure:
+        ours = lines[dimension] if failure is None else [f"failed: {failure}"]
+        found = _disagreement(ours, group, dimension)
+        if found and failure is None:  # raised at the end only: other dimensions must hear of it
+            failure = ValueError(f"{caller}: {found}")
+    if failure is not None:
         raise failure
 
 
-def _disagreement(text: str, group: dist.ProcessGroup, dimension: str, device: torch.device) -> str | None:
-    """What differs between the texts of a group's ranks, or nothing."""
-    texts = [text.split("\n") for text in gather_texts(text, group, device)]
-    for rank, theirs in enumerate(texts):
-        if theirs[0].startswith("failed: "):
-            return f"rank {rank} of the {dimension} group " + "\n".join(theirs)
-        for i in range(max(len(theirs), len(texts[0]))):
-            ours, other = ("".join(lines[i : i + 1]) or "nothing" for lines in (texts[0], theirs))
-            if ours != other:
-                return (f"ranks disagree. Rank 0 of the {dimension} group has [{ours}], rank {rank} has [{other}]; "
-                        f"every rank must build the same model, in the same order, and pass the same arguments")
+def _disagreement(lines: list[str], group: dist.ProcessGroup, dimension: str) -> str | None:
+    """What differs between the lines of a group's ranks, or nothing."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    if len({*gather_objects(digest, group)}) == 1:
+        return None
+    gathered = gather_objects(lines, group)
+    for rank, theirs in enumerate(gathered):
+        if theirs[:1] and theirs[0].startswith("failed: "):
+            return f"rank {rank} of the {dimension} group {theirs[0]}"
+    for rank, theirs in enumerate(gathered):
+        for first, other in itertools.zip_longest(gathered[0], theirs, fillvalue="nothing"):
+            if first != other:
+                return (f"ranks disagree. Rank 0 of the {dimension} group has [{first}], rank "
+                        f"{rank} has [{other}]; every rank must build the same model, in the same "
+                        "order, and pass the same arguments")
 
 
 @contextmanager
-def together(caller: str, device: torch.device, group: dist.ProcessGroup | None = None) -> Iterator[list[str]]:
-    """If the block raises on one rank of the group, it raises on all, also when they put unlike texts into the list.
-
-    None is the group of all ranks.
-    """
+def together(caller: str, group: dist.ProcessGroup) -> Iterator[list[str]]:
+    """If the block raises on one rank of the group, or the lists differ, it raises on all."""
     failure, said = None, []
     try:
         yield said
     except Exception as error:
         failure = error
-    agree(caller, {"whole": "\n".join(said)}, {"whole": group or dist.group.WORLD}, device, failure)
+    agree(caller, {"whole": said}, {"whole": group}, failure)
+
+
+def union(lines: Iterable[str], groups: list[dist.ProcessGroup]) -> list[str]:
+    """The lines that any rank has, each once, the same list on every rank."""
+    found = list(lines)
+    for group in groups:
+        found = [*dict.fromkeys(itertools.chain(*gather_objects(found, group)))]
+    return found
 
 
 @torch.no_grad()
-def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """Make the tensors those of the mesh's first rank, meta tensors excepted; as bytes, so that any dtype travels."""
+def synchronise(tensors: Iterable[Tensor], groups: list[dist.ProcessGroup],
+                device: torch.device) -> None:
+    """Make the tensors those of the mesh's first rank, meta tensors excepted.
+
+    They travel as bytes, so that they may have any dtype.
+    """
     for tensor in tensors:
-        if not tensor.is_meta and tensor.numel():
-            whole = local(tensor)
-            whole = whole[tuple(slice(None) if stride else 0 for stride in whole.stride())]  # once, if it is expanded
-            data = whole.to(device).contiguous()
-            for group in reversed(groups):  # down every column, then along every row
-                wait(start_broadcast(data.view(-1).view(torch.uint8), group, 0), "broadcast of what has no owner")
-            whole.copy_(data)
+        if tensor.is_meta or not tensor.numel():
+            continue
+        held = local(tensor)
+        # An expanded dimension is sent and written to once
+        held = held[tuple(slice(None) if stride else 0 for stride in held.stride())]
+        data = held.to(device).contiguous()
+        for group in reversed(groups):  # down every column, then along every row
+            works = start_broadcast(data.view(-1).view(torch.uint8), group, 0)
+            wait(works, "broadcast of what has no owner")
+        held.copy_(data)
 
 
-# --------------------------------------------------------------------------------- looking at a dedicated model
+# ------------------------------------------------------------------ looking at a dedicated model
 
 
 def _dedicated(module: nn.Module) -> DedicatedModel | None:
-    """DMuon's record of the model whose dedicated matrices the module holds; None when it holds none."""
+    """The record of the model whose dedicated matrices the module holds; None if it holds none."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, got a {type(module).__name__}")
     records = {m._dmuon: None for m in module.modules() if hasattr(m, "_dmuon")}
     if len(records) > 1:
-        raise ValueError(f"{type(module).__name__} holds {len(records)} models dedicated one by one; pass one of them")
+        raise ValueError(f"{type(module).__name__} holds {len(records)} models dedicated one by "
+                         "one; pass one of them")
     return next(iter(records), None)
 
 
 def _require_dedicated(model: nn.Module, caller: str) -> DedicatedModel:
     dedicated = _dedicated(model)
     if dedicated is None:
-        problem = f"{type(model).__name__} has no dedicated parameters"
-        raise ValueError(f"{caller}: {problem}; call dmuon.dedicate_params first")
+        raise ValueError(f"{caller}: {type(model).__name__} has no dedicated parameters; call "
+                         "dmuon.dedicate_params first")
     return dedicated
 
 
@@ -420,19 +478,25 @@ def _place(mesh: ShardMesh) -> dict[str, tuple[int, int]]:
     """By dimension of the mesh, this rank's coordinate and how many there are."""
     tp_mesh = mesh.tp_mesh
     tp = (0, 1) if tp_mesh is None else (tp_mesh.get_local_rank(), tp_mesh.size())
-    return {"shard": (mesh.shard, mesh.num_shards), "replicate": (mesh.replicate, mesh.num_replicas), "tp": tp}
+    return {"shard": (mesh.shard, mesh.num_shards),
+            "replicate": (mesh.replicate, mesh.num_replicas), "tp": tp}
 
 
 def owners(model: nn.Module) -> dict[str, Slot]:
-    """{FQN: (shard, replicate) slot of its owner} for every dedicated matrix, in model order, equal on every rank."""
+    """{FQN: (shard, replicate) slot of its owner} for every dedicated matrix.
+
+    In model order, equal on every rank.
+    """
     dedicated = _require_dedicated(model, "owners")
-    return {p.fqn: slot_coordinate(p.owner, dedicated.mesh.num_shards) for p in dedicated.params.values()}
+    shards = dedicated.mesh.num_shards
+    return {p.fqn: slot_coordinate(p.owner, shards) for p in dedicated.params.values()}
 
 
 def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{FQN: parameter} of the matrices that this rank owns; after a backward their `.grad` is the averaged gradient.
+    """{FQN: parameter} of the matrices that this rank owns.
 
-    To write to a weight enter `unshard`: on a 2-D mesh the owner's replicate peers have copies.
+    After a backward their `.grad` is the averaged gradient. To write to a weight enter `unshard`:
+    on a 2-D mesh the owner's replicas have copies.
     """
     dedicated = _require_dedicated(model, "owned_params")
     dedicated.adopt()
@@ -442,8 +506,8 @@ def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """{FQN: shape of the whole parameter} of both families, in model order, equal on every rank.
 
-    `named_parameters` shows placeholders of 0 elements between steps; the number of parameters of the model is
-    `sum(shape.numel() for shape in parameter_shapes(model).values())`.
+    `named_parameters` shows placeholders of 0 elements between steps; the number of parameters of
+    the model is `sum(shape.numel() for shape in parameter_shapes(model).values())`.
     """
     dedicated = _dedicated(model)
     if dedicated:
@@ -455,24 +519,25 @@ def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
 def ownership_table(model: nn.Module) -> str:
     """The ownership map as text: matrices down, owner slots across, the load of each slot below."""
     dedicated = _require_dedicated(model, "ownership_table")
-    shapes = {fqn: tuple(p.shape) for fqn, p in dedicated.params.items()}
-    layers = {p.fqn: clean(boundary.name) for boundary in dedicated.boundaries for p in boundary.params}
-    shards, replicas = dedicated.mesh.num_shards, dedicated.mesh.num_replicas
-    slots = {fqn: p.owner for fqn, p in dedicated.params.items()}
-    return ownership_map(shapes, layers, slots, shards * replicas, num_replicas=replicas)
+    mesh, params = dedicated.mesh, dedicated.params
+    shapes = {fqn: tuple(p.shape) for fqn, p in params.items()}
+    layers = {p.fqn: clean(each.name) for each in dedicated.boundaries for p in each.params}
+    slots = {fqn: p.owner for fqn, p in params.items()}
+    num_slots = mesh.num_shards * mesh.num_replicas
+    return ownership_map(shapes, layers, slots, num_slots, num_replicas=mesh.num_replicas)
 
 
 @contextmanager
 def unshard(module: nn.Module) -> Iterator[None]:
-    """Inside the context, every dedicated matrix below `module` is whole on every rank, in its own dtype.
+    """Inside, every dedicated matrix below `module` is whole on every rank, in its own dtype.
 
-    Every rank of the mesh enters it. What the owner writes (in place) stays; what others write is dropped at the end.
-    What FSDP2 shards stays sharded, and a matrix with tensor parallelism a DTensor. A module without dedicated matrices
-    is left as it is.
+    Every rank of the mesh enters it. What the owner writes (in place) stays; what others write is
+    dropped at the end. What FSDP2 shards stays sharded, and a matrix with tensor parallelism a
+    DTensor. A module without dedicated matrices is left as it is.
     """
     dedicated, members = _dedicated(module), set(module.modules())
-    params = [p for p in dedicated.params.values() if any(m in members for m, _ in p.holders)] if dedicated else []
-    with _unshard(dedicated, params):
+    params = dedicated.params.values() if dedicated else []
+    with _unshard(dedicated, [p for p in params if any(m in members for m, _ in p.holders)]):
         yield
 
 
@@ -487,9 +552,10 @@ def _unshard(dedicated: DedicatedModel | None, params: list[DedicatedParam]) -> 
         p.mesh.copy_to_replicas([p])  # the owner alone may have been written to
         whole = p.owned
         if not p.is_source:
-            whole = nn.Parameter(p.wrap(local(whole).new_empty(p.local_shape)), whole.requires_grad)
+            empty = p.wrap(local(whole).new_empty(p.local_shape))
+            whole = nn.Parameter(empty, whole.requires_grad)
         works += start_broadcast(local(whole).contiguous(), p.mesh.broadcast_group, p.source)
-        before.append((p, p.resting))  # not always `sharded`: contexts nest
+        before.append((p, p.resting))  # not always `owned`: contexts nest
         p.resting = whole  # a forward inside the context restores it
         p.hold(whole)
     wait(works, "broadcast of unshard")
@@ -771,6 +837,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
 
 
 
+def gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's tensor of this shape, in the group's order."""
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
 def _counts(mesh_, p: nn.Parameter) -> bool:
     """Whether this rank is the first of all that hold the same part of p's gradient: a norm counts it once."""
     mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
@@ -892,7 +965,7 @@ class _StateDicts:
             elif isinstance(tensor, DTensor) and given_tensor and not isinstance(value, DTensor):
                 value = value.to(device)
                 state_dict[key] = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        wrong = union(wrong, self.dedicated.mesh.groups(), self.dedicated.mesh.device)
+        wrong = union(wrong, self.dedicated.mesh.groups())
         if wrong:
             lines = "\n\t".join(wrong)
             raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{lines}")
@@ -901,7 +974,7 @@ class _StateDicts:
         if module is self.outermost:
             self.outermost = None
             for keys in incompatible_keys:  # torch raises by them, or returns them
-                keys[:] = union(map(clean, keys), self.dedicated.mesh.groups(), self.dedicated.mesh.device)
+                keys[:] = union(map(clean, keys), self.dedicated.mesh.groups())
             self.dedicated.refresh()
 
 
@@ -991,7 +1064,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
     group = _mesh_group(model)
     is_first = group.rank() == 0
     try:
-        with together("save_checkpoint", CPU, group) as said:
+        with together("save_checkpoint", group) as said:
             said.append(str(final.resolve()))
             device = _parameters_device(model)
             _to_rest(model, dedicated)
@@ -1013,7 +1086,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
                 shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
                 part.mkdir()
         _call_dcp(dcp.save, state | {"rng": _random_states(device, group)}, part, group)
-        with together("save_checkpoint", CPU, group):
+        with together("save_checkpoint", group):
             if is_first:
                 _entries(part)  # on a disk that the ranks do not share the others' files are missing
                 _put_in_place(part, final, keep)
@@ -1044,7 +1117,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     """
     dcp, dedicated, path = _checkpoint_library(), _dedicated(model), _local_path(path)
     group = _mesh_group(model)
-    with together("load_checkpoint", CPU, group) as said:
+    with together("load_checkpoint", group) as said:
         device = _parameters_device(model)
         _to_rest(model, dedicated)
         if dedicated and dedicated.unreduced:
@@ -1115,7 +1188,7 @@ def _mesh_group(model: nn.Module) -> dist.ProcessGroup:
             meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
             groups = [group for mesh in meshes for group in mesh.get_all_groups()]
             device = mesh_device(next(iter(meshes))) if meshes else CPU
-        ranks = sorted(int(rank) for rank in union([str(dist.get_rank())], groups, device))
+        ranks = sorted(union([dist.get_rank()], groups))
         whole_world = not groups or len(ranks) == dist.get_world_size()
         if whole_world and CPU in dist.group.WORLD._device_types:  # private, what torch's object collectives go by
             _mesh_groups[model] = dist.group.WORLD

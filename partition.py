@@ -373,32 +373,11 @@ def named_state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
                 yield f"{path}.{name}".lstrip("."), holder, name, tensor
 
 
-def signature(model: nn.Module, slots: dict[str, tuple[int, int]]) -> str:
-    """One line a tensor of the model, with its owner if it has one: what all ranks must agree on."""
-    lines = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        placed = f" {tensor.placements}" if hasattr(tensor, "placements") else ""
-        what = f"{clean(name)} {tuple(tensor.shape)}{placed} {tensor.dtype}"
-        lines.append(f"{what} owner {slots.get(clean(name))}")
-    return "\n".join(lines)
-
-
-def assign_slots(matrices: list[Matrix], num_shards: int, num_replicas: int = 1) -> dict[str, tuple[int, int]]:
-    """FQN -> (shard, replicate) coordinate of the owner slot."""
+def assign_matrices(matrices: list[Matrix], slots: int, replicas: int) -> dict[str, int]:
+    """FQN -> owner slot, of a model's matrices; see `assign_owners`."""
     shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
     layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
-    numbers = assign_owners(shapes, layers, num_shards * num_replicas, num_replicas)
-    return {fqn: slot_coordinate(number, num_shards) for fqn, number in numbers.items()}
-
-
-def check_untouched(model: nn.Module) -> None:
-    """Raise ValueError if `dedicate_params` or `fully_shard` has been called on a part of the model before."""
-    for name, module in model.named_modules():
-        if hasattr(module, "_dmuon"):
-            raise ValueError(f"dedicate_params: already called on '{name or 'the model'}'; call it once, on the root")
-        if _is_a(module, "FSDPModule"):
-            raise ValueError(f"dedicate_params: fully_shard was already applied to '{name or 'the model'}'; call "
-                             "dedicate_params before fully_shard")
+    return assign_owners(shapes, layers, slots, replicas)
 
 
 # ------------------------------------------------------------------------------------------ the planner

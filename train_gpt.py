@@ -63,7 +63,7 @@ from tqdm import tqdm
 
 import dmuon
 import hooks
-from dmuon import gather, union
+from dmuon import gather
 from hooks import local
 from newton_schulz import adjusted_lr, equal_shapes, orthogonalise
 from partition import ns_flops, step_traffic
@@ -582,7 +582,7 @@ def clip(model: GPT, args: argparse.Namespace) -> Tensor:
 def first_not_finite(model: GPT) -> str:
     """A parameter whose gradient is not finite, the first one of the first rank that has such."""
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not local(p.grad).isfinite().all()]
-    return (union(bad, [dist.group.WORLD], next(model.parameters()).device) or ["no gradient"])[0]
+    return (dmuon.union(bad, [dist.group.WORLD]) or ["no gradient"])[0]
 
 
 # ------------------------------------------------------------------------------------------- what a run prints
@@ -596,7 +596,7 @@ class Log:
         self.main, self.device = dist.get_rank() == 0, torch.device(args.device)
         self.started, self.first, self.losses, self.path = time.perf_counter(), 0, [], Path(args.out, name)
         try:
-            with dmuon.together(name, self.device):
+            with dmuon.together(name, dist.group.WORLD):
                 if self.main:
                     os.makedirs(args.out, exist_ok=True)
                     open(self.path, "a").close()
@@ -606,7 +606,7 @@ class Log:
     def rewind(self, step: int, keep: bool) -> None:
         """Keep this run's records of steps that are done, of another none; a killed run may have torn the last line."""
         self.started, self.first = time.perf_counter(), step
-        with dmuon.together("log.jsonl", self.device):
+        with dmuon.together("log.jsonl", dist.group.WORLD):
             if self.main:
                 found = []
                 for line in self.path.read_text().splitlines() if step and keep else []:
@@ -763,7 +763,7 @@ def verify(corpus: Corpus, mesh: DeviceMesh, args: argparse.Namespace, log: Log)
                     found.append(f"{'Muon' if is_matrix(name, p) else 'AdamW'} {kind} {name} {difference}")
     most: dict[tuple[str, str], float] = {}
     lacking = {name for name, _ in plain.named_parameters()}
-    for family, kind, name, difference in map(str.split, union(found, [dist.group.WORLD], log.device)):
+    for family, kind, name, difference in map(str.split, dmuon.union(found, [dist.group.WORLD])):
         lacking -= {name} if kind == "gradient" else set()
         most[family, kind] = max(most.get((family, kind), 0.0), float(difference.replace("nan", "inf")))
     log.write(options=vars(args), largest_differences={" ".join(key): value for key, value in most.items()})
@@ -1047,7 +1047,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, arg
 def resume(model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace, log: Log) -> int:
     """Steps that a checkpoint has behind it, if `--resume` names one; the options are those of the command line."""
     step, given = 0, [dict(group) for group in optimizer.param_groups]
-    found = union(map(str, Path(args.out).glob("step_*")), [dist.group.WORLD], log.device)  # the same on every rank
+    found = dmuon.union(map(str, Path(args.out).glob("step_*")), [dist.group.WORLD])  # the same on every rank
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, with the same command
     auto, place = args.resume == "auto" or restarted and bool(found), Path(args.resume).resolve()
     same_run = auto or Path(args.out).resolve() in (place, place.parent)

@@ -356,11 +356,9 @@ def _checksums(named: Iterable[tuple[str, Tensor]], advice: str) -> list[str]:
     for name, tensor in named:
         if isinstance(tensor, DTensor) or tensor.is_meta:
             continue
-        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(2**16):
-            weights = torch.arange(1, len(part) + 1, device=part.device)  # their order counts
-            total = 31 * total + (part * weights).sum()
-        lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, checksum {total.item()}: {advice}")
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        checksum = hashlib.sha256(data.numpy()).hexdigest()[:16]
+        lines.append(f"{name} {tuple(tensor.shape)}, no DTensor, checksum {checksum}: {advice}")
     return lines
 
 

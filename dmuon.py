@@ -20,7 +20,6 @@ ranks: `full_state_dict`, `save_checkpoint`, `load_checkpoint`.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import itertools
 import logging
 import math
@@ -35,6 +34,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -49,6 +49,11 @@ from newton_schulz import adjusted_lr, batches, equal_shapes, float64_norm, gram
 from newton_schulz import newton_schulz, orthogonalise, sums_grams, tensor_parallel_norms
 from partition import assign_matrices, choose_matrices, clean, named_state, ownership_map
 from partition import slot_coordinate
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 __all__ = ["dedicate_params", "Muon", "no_sync", "clip_grad_norm_", "unshard", "owned_params",
            "owners", "ownership_table", "parameter_shapes", "grad_norms", "full_state_dict",
@@ -835,6 +840,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
 
 
 
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Of every dimension of a model's mesh, for what all its ranks compute together."""
+    dedicated = _dedicated(model)
+    if dedicated:
+        return dedicated.mesh.groups()
+    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    return [*dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())]
+
+
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's tensor of this shape, in the group's order."""
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
@@ -886,11 +900,14 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     return dict(zip(names.values(), norms))
 
 
-# -------------------------------------------------------------------------------------------------- state dicts
+# ------------------------------------------------------------------------------------ state dicts
 
 
 def _to_rest(model: nn.Module, dedicated: DedicatedModel | None) -> None:
-    """The modules hold what they hold between steps, also after a backward that raised, or, in FSDP2, after an eval."""
+    """The modules hold what they hold between steps.
+
+    Also after a backward that raised, or, in FSDP2, after a forward without gradients.
+    """
     if dedicated:
         dedicated.settle()
         dedicated.finish_replicate_broadcasts()
@@ -900,43 +917,46 @@ def _to_rest(model: nn.Module, dedicated: DedicatedModel | None) -> None:
 
 
 def _refuse_state_dict_helpers() -> None:
-    raise RuntimeError("the helpers of torch.distributed.checkpoint.state_dict take every parameter for a shard, and "
-                       "would lose the matrices that dmuon dedicated: use model.state_dict and load_state_dict, "
-                       "dmuon.full_state_dict, dmuon.save_checkpoint and load_checkpoint")
+    raise RuntimeError("the helpers of torch.distributed.checkpoint.state_dict take every parameter "
+                       "for a shard, and would lose the matrices that dmuon dedicated: use "
+                       "model.state_dict and load_state_dict, dmuon.full_state_dict, "
+                       "dmuon.save_checkpoint and load_checkpoint")
 
 
 def _refuse_divide_factor(factor: float) -> None:
-    raise RuntimeError("dmuon averages the gradients of matrices over all data-parallel ranks, and FSDP2 must do so "
-                       "with the others: scale the loss instead")
+    raise RuntimeError("dmuon averages the gradients of matrices over all data-parallel ranks, and "
+                       "FSDP2 must do so with the others: scale the loss instead")
 
 
 class _StateDicts:
-    """Hooks that make `state_dict` give what this rank owns, and `load_state_dict` take that or an ordinary state dict.
+    """Hooks by which `state_dict` gives what this rank owns, and `load_state_dict` takes its part.
 
-    In a state dict are the matrices that this rank owns and its shards of what FSDP2 has, by FQN without wrappers.
-    `load_state_dict` is called by all ranks of the mesh: each is given what its own state dict has, or more, for
-    example the whole of a plain model's, of which it takes its part. Names that are missing on the rank that needs them
-    or that nobody knows are reported on every rank; a wrong shape is an error before anything is written.
+    In a state dict are the matrices that this rank owns and its shards of what FSDP2 has, by FQN
+    without wrappers. `load_state_dict` is called by all ranks of the mesh: each is given what its
+    own state dict has, or more, for example the whole of a plain model's. Names that are missing on
+    the rank that needs them or that nobody knows are reported on every rank; a wrong shape is an
+    error before anything is written.
     """
 
     def __init__(self, model: nn.Module, dedicated: DedicatedModel):
         self.model, self.dedicated, self.outermost = model, dedicated, None
         dedicated.shows_all = False  # True in `_all_entries`
         for module in model.modules():
-            # Private: all of torch.distributed.checkpoint.state_dict calls it before anything else
+            # Private: all of torch.distributed.checkpoint.state_dict asks it before anything else
             module._fqn_modifiers = _refuse_state_dict_helpers
-            module.set_gradient_divide_factor = _refuse_divide_factor  # FSDP2's would be for its half alone
+            module.set_gradient_divide_factor = _refuse_divide_factor  # FSDP2's is for its half
             module.register_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
-            module.register_state_dict_post_hook(partial(self.after_state_dict))  # torch marks it: no bound method
+            # torch marks this one, and cannot mark a bound method
+            module.register_state_dict_post_hook(partial(self.after_state_dict))
             module.register_load_state_dict_pre_hook(self.before_load)
             module.register_load_state_dict_post_hook(self.after_load)
 
     def after_state_dict(self, module: nn.Module, state_dict: dict, prefix: str, _: dict) -> None:
-        for name in module._parameters:
+        for name, held in module._parameters.items():
             p = self.dedicated.matrices.get((module, name))
             if p and not p.is_owner and not self.dedicated.shows_all:
                 state_dict.pop(prefix + name, None)
-            elif p and module._parameters[name] is p.full:  # in a backward that has raised, say
+            elif p and held is p.full:  # in a backward that has raised, say
                 state_dict[prefix + name] = p.owned.detach()
         if not prefix:
             for entries in (state_dict, getattr(state_dict, "_metadata", {})):
@@ -944,31 +964,43 @@ class _StateDicts:
                     entries[clean(key)] = entries.pop(key)
 
     def before_load(self, module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
-        """At the outermost module: give every entry the name and the form that torch's own loading expects there."""
+        """At the outermost module: bring all entries into the form that torch expects there."""
         if prefix and module is not self.model:
             return
         _to_rest(self.model, self.dedicated)
-        self.outermost, given, wrong = module, {clean(key): key for key in state_dict}, []
+        self.outermost = module
+        given, wrong = {clean(key): key for key in state_dict}, []
         for full_name, holder, name, tensor in named_state(module, prefix.rstrip(".")):
-            key = full_name.replace("_checkpoint_wrapped_module.", "")  # whose own hook puts it in again
+            key = full_name.replace("_checkpoint_wrapped_module.", "")  # its own hook puts it in
             if clean(key) in given:
                 state_dict[key] = state_dict.pop(given[clean(key)])
             value, p = state_dict.get(key), self.dedicated.matrices.get((holder, name))
-            given_tensor, device = isinstance(value, Tensor), self.dedicated.mesh.device
-            if given_tensor and value.shape != (p or tensor).shape:
-                wrong.append(f"size mismatch for {clean(key)}: {tuple(value.shape)} in the state dict, "
-                             f"{tuple((p or tensor).shape)} in the model")
-            elif p and not p.is_owner and not (p.is_source and given_tensor):  # the owner's value comes afterwards
-                state_dict[key] = torch.empty_like(tensor, dtype=value.dtype, device=device) if given_tensor else tensor
-            elif isinstance(tensor, DTensor) and given_tensor and not isinstance(value, DTensor):
-                value = value.to(device)
-                state_dict[key] = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            shape = (p or tensor).shape
+            if not isinstance(value, Tensor):
+                if p and not p.is_owner:
+                    state_dict[key] = tensor  # the owner's value comes afterwards
+            elif value.shape != shape:
+                wrong.append(f"size mismatch for {clean(key)}: {tuple(value.shape)} in the state "
+                             f"dict, {tuple(shape)} in the model")
+            else:
+                state_dict[key] = self._part(value, tensor, p)
         wrong = union(wrong, self.dedicated.mesh.groups())
         if wrong:
             lines = "\n\t".join(wrong)
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{lines}")
+            kind = type(module).__name__
+            raise RuntimeError(f"Error(s) in loading state_dict for {kind}:\n\t{lines}")
 
-    def after_load(self, module: nn.Module, incompatible_keys: tuple[list[str], list[str]]) -> None:
+    def _part(self, value: Tensor, tensor: Tensor, p: DedicatedParam | None) -> Tensor:
+        """What this rank needs of a whole value to load it into the tensor."""
+        device = self.dedicated.mesh.device
+        if p and not p.is_owner and not p.is_source:  # the owner's value comes afterwards
+            return torch.empty_like(tensor, dtype=value.dtype, device=device)
+        if isinstance(value, DTensor) or not isinstance(tensor, DTensor):
+            return value
+        return distribute_tensor(value.to(device), tensor.device_mesh, tensor.placements,
+                                 src_data_rank=None)  # each rank cuts its own part
+
+    def after_load(self, module: nn.Module, incompatible_keys: tuple[list, list]) -> None:
         if module is self.outermost:
             self.outermost = None
             for keys in incompatible_keys:  # torch raises by them, or returns them
@@ -977,10 +1009,12 @@ class _StateDicts:
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool = True) -> dict[str, object]:
-    """What `state_dict` of the plain model would be, keys in its order, extra state too: it loads there, and here.
+def full_state_dict(model: nn.Module, cpu_offload: bool = True,
+                    rank0_only: bool = True) -> dict[str, object]:
+    """What `state_dict` of the plain model would be: it loads there, and here.
 
-    Every rank of the mesh calls it; one tensor at a time is whole on the ranks. `save_checkpoint` needs no gather.
+    It has that one's keys in that one's order, extra state too. Every rank of the mesh calls it;
+    one tensor at a time is whole on the ranks. `save_checkpoint` needs no gather.
 
     Args:
         model: a model that went through `dedicate_params` and `fully_shard`.
@@ -988,30 +1022,32 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True, rank0_only: bool
         rank0_only: ranks other than the first of the mesh get an empty dict.
 
     Raises:
-        RuntimeError: on every rank; a state-dict hook of the model's own makes new tensors of matrices.
+        RuntimeError: on every rank; a state-dict hook of the model's own makes new tensors of
+            matrices.
     """
     dedicated = _require_dedicated(model, "full_state_dict")
     _to_rest(model, dedicated)
     state = _all_entries(model, dedicated)
-    keeps = not rank0_only or all(coordinate == 0 for coordinate, _ in _place(dedicated.mesh).values())
+    is_first = all(coordinate == 0 for coordinate, _ in _place(dedicated.mesh).values())
+    keeps = is_first or not rank0_only
     matrices = {p.resting: p for p in dedicated.params.values()}
     own, held = {*model.parameters(), *model.buffers()}, {id(value) for value in state.values()}
-    made = [key for key, value in state.items() if isinstance(value, Tensor) and value not in own]
+    tensors = [key for key, value in state.items() if isinstance(value, Tensor)]
+    made = [key for key in tensors if state[key] not in own]
     lost = [p.fqn for p in matrices.values() if id(p.resting) not in held]
     if lost and made:
-        raise RuntimeError(f"full_state_dict: a state-dict hook has made {made[:3]} of what is an empty placeholder of "
-                           f"{lost[:3]} on other ranks; apply it to the result instead")
-    for key in [*state]:
-        value = state.pop(key)
-        p = matrices.get(value) if isinstance(value, Tensor) else None
+        raise RuntimeError(f"full_state_dict: a state-dict hook has made {made[:3]} of what is an "
+                           f"empty placeholder of {lost[:3]} on other ranks; apply it to the "
+                           "result instead")
+    for key in tensors:
+        p = matrices.get(state[key])
         with _unshard(dedicated, [p]) if p else nullcontext():
-            value = p.resting if p else value
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            if isinstance(value, Tensor) and keeps:
-                value = value.detach().to("cpu" if cpu_offload else value.device, copy=True)
-        state[clean(key)] = value if keeps else None
-    return state if keeps else {}
+            value = p.resting if p else state[key]
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            if keeps:
+                device = CPU if cpu_offload else value.device
+                state[key] = value.detach().to(device, copy=True)
+    return {clean(key): value for key, value in state.items()} if keeps else {}
 
 
 def _all_entries(model: nn.Module, dedicated: DedicatedModel | None) -> dict[str, object]:
@@ -1025,73 +1061,71 @@ def _all_entries(model: nn.Module, dedicated: DedicatedModel | None) -> dict[str
         dedicated.shows_all = False
 
 
-# -------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------ checkpoints
 
 
-def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int,
-                    keep: int | None = None) -> Path:
-    """Write weights, optimizer state, step and random number generators to `folder/step_00000120`, from all ranks.
+def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer,
+                    step: int, keep: int | None = None) -> Path:
+    """Write a training's state to `folder/step_00000120`, from all ranks.
 
-    Each rank writes what it owns, without a gather, by `torch.distributed.checkpoint`, which needs numpy. The entries
-    are named by FQN and know nothing of ranks and owners: any other mesh loads them. They are written to
-    `step_00000120.part`, which is renamed when all is on disk; `order.txt` then lists all checkpoints as they were
-    written. `dcp_to_torch_save` makes an ordinary file of one, whose entry "model" a plain model loads.
+    It has weights, optimizer state, step and random number generators. Each rank writes what it
+    owns, without a gather, by `torch.distributed.checkpoint`. The entries are named by FQN and know
+    nothing of ranks and owners: any other mesh loads them. They are written to
+    `step_00000120.part`, which is renamed when all is on disk; `order.txt` then lists all
+    checkpoints as they were written. `dcp_to_torch_save` makes an ordinary file of one, whose entry
+    "model" a plain model loads.
 
     Args:
-        folder: of all checkpoints of a run, on a disk that all ranks share. One model trains on one mesh there: another
-            model, a pipeline stage say, needs a folder of its own.
-        model, optimizer: any that FSDP2 has sharded, dedicated or not; the optimizer's parameters are the model's. All
-            ranks of their mesh call this, and nobody else.
+        folder: of all checkpoints of a run, on a disk that all ranks share. One model trains on one
+            mesh there: another model, a pipeline stage say, needs a folder of its own.
+        model, optimizer: any that FSDP2 has sharded, dedicated or not; the optimizer's parameters
+            are the model's. All ranks of their mesh call this, and nobody else.
         step: how many steps are done.
-        keep: at least 1: afterwards delete all but that many of the checkpoints written last; None: delete none.
+        keep: at least 1: afterwards delete all but that many of the checkpoints written last; None:
+            delete none.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        RuntimeError: on every rank, with the reason, if one cannot write, they do not share the disk, the last
-            checkpoint there is of another model, another mesh that runs now has begun to write there, or the optimizer
-            has state that would not come back; earlier checkpoints are as they were.
+        RuntimeError: on every rank, with the reason, if one cannot write, they do not share the
+            disk, the last checkpoint there is of another model, another mesh that runs now has
+            begun to write there, or the optimizer has state that would not come back; earlier
+            checkpoints are as they were.
         ValueError: a negative step, keep below 1, a folder that is a URL.
-        ImportError: without numpy.
     """
     if step < 0 or keep is not None and keep < 1:
-        raise ValueError(f"save_checkpoint: step {step}, keep {keep}; expected step >= 0, and keep >= 1 or None")
-    dcp, final = _checkpoint_library(), _local_path(folder) / f"step_{step:08d}"
-    part, dedicated = final.with_suffix(".part"), _dedicated(model)
-    group = _mesh_group(model)
-    is_first = group.rank() == 0
+        raise ValueError(f"save_checkpoint: step {step}, keep {keep}; expected step >= 0, and keep "
+                         ">= 1 or None")
+    final, group = _local_path(folder) / f"step_{step:08d}", _mesh_group(model)
+    part, is_first = final.with_suffix(".part"), group.rank() == 0
     try:
         with together("save_checkpoint", group) as said:
             said.append(str(final.resolve()))
-            device = _parameters_device(model)
-            _to_rest(model, dedicated)
-            names = _names(model)
-            state = {"model": {clean(key): value for key, value in model.state_dict().items()}, "step": step,
-                     "optimizer": {names[p]: values for p, values in optimizer.state.items()},
-                     "groups": _groups(optimizer, names)}
+            device, names = _parameters_device(model), _names(model)
+            weights, shapes = _model_entries(model)
             placements, alike = _check_state(optimizer, names)
             said += alike
-            if placements:
-                state["placements"] = (placements,)  # in a tuple, which dcp saves as one object
-            shapes = _entry_shapes(model, dedicated)
             if is_first:
-                final.parent.mkdir(parents=True, exist_ok=True)
-                _claim(final.parent)
-                newest, entries, _ = _find_checkpoint(final.parent)
-                if newest:  # whose buffers may have grown since
-                    _check_names(newest, entries, shapes, {clean(name) for name, _ in model.named_buffers()})
-                shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
-                part.mkdir()
-        _call_dcp(dcp.save, state | {"rng": _random_states(device, group)}, part, group)
+                _open_folder(part, shapes, {clean(name) for name, _ in model.named_buffers()})
+        state = {
+            "model": weights, "step": step, "groups": _options(optimizer, names),
+            "optimizer": {names[p]: values for p, values in optimizer.state.items()},
+            "rng": {name: torch.stack(gather_objects(own, group))
+                    for name, own in _random_states(device).items()},
+        }
+        if placements:
+            state["placements"] = (placements,)  # in a tuple, which dcp saves as one object
+        _call_dcp(dcp.save, state, part, group)
         with together("save_checkpoint", group):
             if is_first:
-                _entries(part)  # on a disk that the ranks do not share the others' files are missing
+                _entries(part)  # on a disk that the ranks do not share the others' are missing
                 _put_in_place(part, final, keep)
     except Exception as error:
         if is_first:
             shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
-        raise RuntimeError(f"save_checkpoint: cannot write '{final}' ({error}); earlier ones are intact") from error
+        raise RuntimeError(f"save_checkpoint: cannot write '{final}' ({error}); earlier ones are "
+                           "intact") from error
     return final
 
 
@@ -1099,60 +1133,60 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Take over what `save_checkpoint` wrote, on any number of ranks in any mesh; return its step.
 
-    On the same mesh training goes on to the same bits. Groups of the optimizer get the options that they were saved
-    with, rates included, as by torch's `load_state_dict`. Rank r takes the random state of rank r modulo their number.
-    Load only what you trust: like torch's own loading of checkpoints it runs code that a file may hold.
+    On the same mesh training goes on to the same bits. Groups of the optimizer get the options that
+    they were saved with, rates included, as by torch's `load_state_dict`. Rank r takes the random
+    state of rank r modulo their number. Load only what you trust: like torch's own loading of
+    checkpoints it runs code that a file may hold.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints: then the last one written that is complete, whatever its step,
-            by `order.txt`; others are skipped with a line to the logger "dmuon".
+        path: a checkpoint, or a folder of checkpoints: then the last one written that is complete,
+            whatever its step, by `order.txt`; others are skipped with a line to the logger "dmuon".
         model, optimizer: as for `save_checkpoint`, on a real device.
 
     Raises:
         FileNotFoundError: on every rank; there is no complete checkpoint.
-        ValueError: on every rank and before anything is changed; the checkpoint is of another model or optimizer, ranks
-            see different ones, gradients of `no_sync` have not been reduced, or the path is a URL.
+        ValueError: on every rank and before anything is changed; the checkpoint is of another model
+            or optimizer, ranks see different ones, gradients of `no_sync` have not been reduced, or
+            the path is a URL.
     """
-    dcp, dedicated, path = _checkpoint_library(), _dedicated(model), _local_path(path)
-    group = _mesh_group(model)
+    dedicated, path, group = _dedicated(model), _local_path(path), _mesh_group(model)
     with together("load_checkpoint", group) as said:
-        device = _parameters_device(model)
-        _to_rest(model, dedicated)
+        device, names = _parameters_device(model), _names(model)
         if dedicated and dedicated.unreduced:
-            raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of it; they would "
-                             "be added to the next ones")
+            raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of "
+                             "it; they would be added to the next ones")
+        weights, shapes = _model_entries(model)
         folder, saved, reasons = _find_checkpoint(path)
         said.append(str(folder and folder.resolve()))
-        for reason in reasons if folder and group.rank() == 0 else []:
-            logging.getLogger("dmuon").warning("skipped: %s", reason)
-        if folder:
-            _check_names(folder, saved, _entry_shapes(model, dedicated))
-    if folder is None:
-        raise FileNotFoundError("load_checkpoint: " + "; ".join(reasons))
-    names = _names(model)
-    rng = {name: torch.empty(saved[f"rng.{name}"].size, dtype=torch.uint8) for name in ("cpu", device.type)
-           if f"rng.{name}" in saved}
-    state = {"step": 0, "rng": rng, "groups": ()} | ({"placements": ()} if "placements" in saved else {})
+        if folder is None:
+            raise FileNotFoundError("load_checkpoint: " + "; ".join(reasons))
+        _check_names(folder, saved, shapes)
+    for reason in reasons if group.rank() == 0 else []:
+        logging.getLogger("dmuon").warning("skipped: %s", reason)
+
+    sizes = {name: saved[f"rng.{name}"].size for name in _random_states(device)
+             if f"rng.{name}" in saved}
+    rng = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+    state = {"step": 0, "groups": (), "rng": rng}
+    if "placements" in saved:
+        state["placements"] = ()
     _call_dcp(dcp.load, state, folder, group)
-    for ours, theirs in itertools.zip_longest(_groups(optimizer, names), state["groups"], fillvalue={}):
-        # Schedulers add options, before or after; the optimizer's own are what both must have
-        differs = any(ours.get(key) != theirs.get(key) for key in ("params", "family"))
-        if differs or optimizer.defaults.keys() - theirs.keys():
-            raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is of another "
-                             "optimizer")
+    _check_groups(folder, optimizer, _options(optimizer, names), state["groups"])
     placements = dict(*state.get("placements", ()))
     values = _empty_state(saved, placements, optimizer, names, dedicated)
-    given = model.state_dict()
-    weights = {clean(key): value for key, value in given.items()}
     _call_dcp(dcp.load, {"model": weights, "optimizer": values}, folder, group)  # in place
+
     # What is no tensor is set; and the hooks of this call refresh what has copies of the weights
-    model.load_state_dict({key: weights[clean(key)] for key in given if key.endswith("_extra_state")}, strict=False)
+    extra = [key for key in model.state_dict() if key.endswith("_extra_state")]
+    model.load_state_dict({key: weights[clean(key)] for key in extra}, strict=False)
     optimizer.state.clear()
     optimizer.state.update({p: values[fqn] for p, fqn in names.items() if fqn in values})
-    for options_of, options in zip(optimizer.param_groups, state["groups"]):
-        tensors = {key: value.fill_(options[key]) for key, value in options_of.items()
-                   if isinstance(value, Tensor) and key in options}
-        options_of.update({**options, **tensors, "params": options_of["params"]})
+    for options, saved_options in zip(optimizer.param_groups, state["groups"]):
+        for key, value in saved_options.items():
+            if isinstance(options.get(key), Tensor):
+                options[key].fill_(value)
+            elif key != "params":
+                options[key] = value
     for name, states in rng.items():
         own = states[group.rank() % len(states)].clone()  # torch crashes on a view
         torch.set_rng_state(own) if name == "cpu" else torch.cuda.set_rng_state(own)
@@ -1160,16 +1194,10 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     return state["step"]
 
 
-def _checkpoint_library():
-    """`torch.distributed.checkpoint`, imported where it is used: training needs neither it nor numpy."""
-    if importlib.util.find_spec("numpy") is None:
-        raise ImportError("checkpoints need numpy, for torch.distributed.checkpoint: pip install numpy")
-    return importlib.import_module("torch.distributed.checkpoint")
-
-
 def _local_path(path: str | Path) -> Path:
     if re.match(r"[\w+.-]{2,}:/", str(path)):  # one letter is a disk; Path leaves one slash
-        raise ValueError(f"checkpoints go to a disk that all ranks share, but '{path}' is a URL; copy the folder there")
+        raise ValueError("checkpoints go to a disk that all ranks share, but "
+                         f"'{path}' is a URL; copy the folder there")
     return Path(path)
 
 
@@ -1179,24 +1207,22 @@ def _mesh_group(model: nn.Module) -> dist.ProcessGroup:
     dcp sends objects, which NCCL would copy to the device first.
     """
     if model not in _mesh_groups:
-        dedicated = _dedicated(model)
-        if dedicated:
-            groups, device = [dedicated.mesh.reduce_group, *dedicated.mesh.groups()], dedicated.mesh.device
-        else:
-            meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-            groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-            device = mesh_device(next(iter(meshes))) if meshes else CPU
+        groups = _groups(model)
         ranks = sorted(union([dist.get_rank()], groups))
-        whole_world = not groups or len(ranks) == dist.get_world_size()
-        if whole_world and CPU in dist.group.WORLD._device_types:  # private, what torch's object collectives go by
+        is_plain = not groups and _dedicated(model) is None
+        # private: what torch's object collectives go by
+        sends_cpu_tensors = CPU in dist.group.WORLD._device_types
+        if sends_cpu_tensors and (is_plain or len(ranks) == dist.get_world_size()):
             _mesh_groups[model] = dist.group.WORLD
         else:
-            equalise_group_counts(groups, device)
-            _mesh_groups[model] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            equalise_group_counts(groups, _parameters_device(model))
+            _mesh_groups[model] = dist.new_group(ranks, backend="gloo",
+                                                 use_local_synchronization=True)
     return _mesh_groups[model]
 
 
-# Kept: torch would make a second group of the same ranks by the name, and at the addresses, of one that was destroyed
+# Kept: torch would make a second group of the same ranks by the name, and at the addresses, of one
+# that was destroyed
 _mesh_groups: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -1204,8 +1230,9 @@ def _call_dcp(function: Callable, state: dict, folder: Path, group: dist.Process
     """Call dcp, which tells every rank of the others' failures, but by a BaseException."""
     try:
         function(state, checkpoint_id=folder, process_group=group)
-    except _checkpoint_library().CheckpointException as error:
-        reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+    except dcp.CheckpointException as error:
+        reasons = "; ".join(f"rank {rank}: {failure}"
+                            for rank, (failure, _) in error.failures.items())
         raise RuntimeError(f"'{folder}': {reasons}") from error
 
 
@@ -1213,14 +1240,20 @@ def _parameters_device(model: nn.Module) -> torch.device:
     """Where the parameters are; ValueError if one is on the meta device still."""
     for name, p in model.named_parameters():
         if p.is_meta:
-            raise ValueError(f"parameter '{name}' is on the meta device; call model.to_empty(device=...) first")
+            raise ValueError(f"parameter '{name}' is on the meta device; call "
+                             "model.to_empty(device=...) first")
     return p.device
 
 
-def _random_states(device: torch.device, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """{kind of device: (ranks, bytes)}, on the CPU."""
-    states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
-    return {name: torch.stack(gather(own, group)) for name, own in states.items()}
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """By kind of device, this rank's."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+# ------------------------------------------------------------------- what a checkpoint consists of
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -1228,163 +1261,94 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {p: clean(fqn) for fqn, p in model.named_parameters()}
 
 
-def _groups(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> tuple[dict, ...]:
-    """The groups, their parameters by name; a tuple, which dcp saves as one object."""
-    plain = lambda value: value.item() if isinstance(value, Tensor) else value
-    return tuple({**{key: plain(value) for key, value in group.items()}, "params": [names[p] for p in group["params"]]}
-                 for group in optimizer.param_groups)
+def _model_entries(model: nn.Module) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:
+    """What this rank's state dict has; and {name: shape of the whole} of all tensors, on any rank."""
+    dedicated = _dedicated(model)
+    _to_rest(model, dedicated)
+    params = dedicated.params.values() if dedicated else []
+    matrices, by_name = {p.resting: p for p in params}, {p.fqn: p for p in params}
+    entries, shapes = {}, {}
+    for key, value in _all_entries(model, dedicated).items():
+        key, p = clean(key), None
+        if isinstance(value, Tensor):
+            p = matrices.get(value, by_name.get(key))  # by name where a hook has made a new tensor
+            value = value.detach()
+            if "_extra_state" not in key:
+                shapes[key] = tuple((p or value).shape)
+        if p is None or p.is_owner:
+            entries[key] = value
+    return entries, shapes
 
 
-def _check_state(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> tuple[dict, list[str]]:
-    """What a checkpoint must know of an optimizer's state beside its values, and what all ranks must hold alike.
+def _options(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> tuple[dict, ...]:
+    """The optimizer's groups, parameters by name; a tuple, which dcp saves as one object."""
+    groups = []
+    for group in optimizer.param_groups:
+        options = {key: value.item() if isinstance(value, Tensor) else value
+                   for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [names[p] for p in group["params"]]})
+    return tuple(groups)
+
+
+def _check_groups(folder: Path, optimizer: torch.optim.Optimizer, ours: tuple[dict, ...],
+                  theirs: tuple[dict, ...]) -> None:
+    """Raise ValueError unless the optimizer's groups are those of the checkpoint."""
+    for one, other in itertools.zip_longest(ours, theirs, fillvalue={}):
+        differs = any(one.get(key) != other.get(key) for key in ("params", "family"))
+        # Schedulers add options, before or after; the optimizer's own are what both must have
+        if differs or optimizer.defaults.keys() - other.keys():
+            raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is "
+                             "of another optimizer")
+
+
+def _check_state(optimizer: torch.optim.Optimizer,
+                 names: dict[nn.Parameter, str]) -> tuple[dict, list[str]]:
+    """What a checkpoint must know of an optimizer's state beside its values.
 
     Returns:
-        {"FQN.key": placements} of what is not laid out as its parameter, e.g. one number a row, None for what is no
-        DTensor; a line for each value that is none.
+        {"FQN.key": placements} of what is not laid out as its parameter, e.g. one number a row,
+        None for what is no DTensor; a line for each value that all ranks must hold alike.
 
     Raises:
         TypeError, ValueError: names a value that would not come back as it was.
     """
     placements, alike = {}, []
-    for p, values in optimizer.state.items():
-        dedicated = hasattr(p, "_dedicated_owner_rank")
-        for key, value in values.items():
-            name = f"{names[p]}.{key}"
-            if not isinstance(key, str) or "." in key:
-                raise ValueError(f"optimizer state '{name}': expected a name without dots as key")
-            if dedicated and not local(p).numel():
-                raise ValueError(f"optimizer state '{name}' is not on the matrix's owner alone; use dmuon.Muon")
-            if isinstance(value, DTensor):
-                if any(placement.is_partial() for placement in value.placements):
-                    raise ValueError(f"optimizer state '{name}' is a sum that the ranks have not added up yet")
-                if (value.shape, value.placements) != (p.shape, getattr(p, "placements", None)):
-                    placements[name] = value.placements
-            elif isinstance(value, Tensor):
-                if isinstance(p, DTensor) and value.shape == p.shape:
-                    placements[name] = None
-                alike += [] if dedicated else _checksums([(name, value)], "a rank's own part must be a DTensor")
-            elif isinstance(value, (int, float, complex, str)) or value is None:
-                alike += [] if dedicated else [f"{name} {value!r}"]
-            else:
-                raise TypeError(f"optimizer state '{name}' is a {type(value).__name__}, no tensor or number")
+    values = [(p, key, value) for p, of_p in optimizer.state.items() for key, value in of_p.items()]
+    for p, key, value in values:
+        name = f"{names[p]}.{key}"
+        if not isinstance(key, str) or "." in key:
+            raise ValueError(f"optimizer state '{name}': expected a name without dots as key")
+        if is_dedicated(p) and not local(p).numel():
+            raise ValueError(f"optimizer state '{name}' is not on the matrix's owner alone; use "
+                             "dmuon.Muon")
+        if isinstance(value, DTensor):
+            if any(placement.is_partial() for placement in value.placements):
+                raise ValueError(f"optimizer state '{name}' is a sum that the ranks have not "
+                                 "added up yet")
+            if (value.shape, value.placements) != (p.shape, getattr(p, "placements", None)):
+                placements[name] = value.placements
+            continue
+        is_number = isinstance(value, (int, float, complex, str)) or value is None
+        if not is_number and not isinstance(value, Tensor):
+            raise TypeError(f"optimizer state '{name}' is a {type(value).__name__}, no tensor or "
+                            "number")
+        if not is_number and isinstance(p, DTensor) and value.shape == p.shape:
+            placements[name] = None
+        if not is_dedicated(p) and is_number:
+            alike.append(f"{name} {value!r}")
+        elif not is_dedicated(p):
+            alike += _checksums([(name, value)], "a rank's own part must be a DTensor")
     return placements, alike
 
 
-_claimed: dict[Path, int | None] = {}  # folders that this process may write checkpoints to, and their locks
-
-
-def _claim(folder: Path) -> None:
-    """Lock the folder until this process ends, so that no other mesh starts to write checkpoints there meanwhile."""
-    folder = folder.resolve()
-    if _claimed.get(folder) or importlib.util.find_spec("fcntl") is None:  # not on Windows
-        return
-    fcntl, lock = importlib.import_module("fcntl"), os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        if folder in _claimed:  # it was loaded from: a run that resumes, on other ranks maybe
-            return
-        raise RuntimeError("another mesh writes its checkpoints there now; give each a folder of its own, or load from "
-                           "it first to go on there") from None
-    except OSError:  # a disk that has no locks
-        pass
-    _claimed[folder] = lock
-
-
-def _put_in_place(part: Path, final: Path, keep: int | None) -> None:
-    """Rename a complete checkpoint, list it, then delete what is superfluous: at any moment a complete one is there."""
-    folder, old = final.parent, final.with_suffix(".old")
-    for path in _newest_first(folder):
-        if path.suffix == ".old" and not path.with_suffix("").exists():
-            path.rename(path.with_suffix(""))  # a run was killed between the two lines below
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    others = [path for path in _newest_first(folder) if not path.suffix]
-    names = [path.name for path in reversed(others)]
-    _write_order(folder, names)  # without this one, which is newer than all of them from the next line on
-    part.rename(final)
-    _write_order(folder, [*names, final.name])
-    whole = [final, *(path for path in others if (path / ".metadata").exists())]
-    scraps = [path for path in _newest_first(folder) if path.suffix]
-    for path in scraps + whole[keep:] if keep else scraps:
-        shutil.rmtree(path)
-
-
-def _write_order(folder: Path, names: list[str]) -> None:
-    (folder / "order.part").write_text("".join(f"{name}\n" for name in names))
-    os.replace(folder / "order.part", folder / "order.txt")
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    """Checkpoints, torn ones too, in the order of writing that `order.txt` tells: never by times, which a copy changes.
-
-    One that it does not list is newer: the run was killed in between. So is one beside its own old copy, and among
-    these, and without the file, the higher step.
-    """
-    found = {p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}(\.part|\.old)?", p.name) and p.is_dir()}
-    file = folder / "order.txt"
-    listed = file.read_text(errors="replace").split() if file.exists() else []
-
-    def age(path: Path) -> tuple:
-        position = -1 if path.suffix and listed else len(listed)
-        if path.stem in listed and (path.suffix or path.with_suffix(".old") not in found):
-            position = listed.index(path.stem)
-        return position, int(path.stem[5:]), not path.suffix
-
-    return sorted(found, key=age, reverse=True)
-
-
-def _entries(folder: Path) -> dict:
-    """dcp's description of a checkpoint's entries, by name; an error if the files have not all of them."""
-    metadata = _checkpoint_library().FileSystemReader(folder).read_metadata()
-    for info in metadata.storage_data.values():
-        if (folder / info.relative_path).stat().st_size < info.offset + info.length:
-            raise ValueError(f"{info.relative_path} is too short")
-    if "step" not in metadata.state_dict_metadata:
-        raise ValueError("save_checkpoint has not written it")
-    return metadata.state_dict_metadata
-
-
-def _find_checkpoint(path: Path) -> tuple[Path | None, dict, list[str]]:
-    """The newest complete checkpoint, or `path` itself; its entries; what is wrong with those before it."""
-    reasons = []
-    for candidate in _newest_first(path) or [path]:
-        try:
-            if candidate.suffix == ".part" or not candidate.is_dir():
-                raise ValueError("the run ended while it was written" if candidate.is_dir() else "no such folder")
-            return candidate, _entries(candidate), reasons
-        except Exception as error:
-            reasons.append(f"'{candidate}' is no complete checkpoint: {error}")
-    return None, {}, reasons
-
-
-def _entry_shapes(model: nn.Module, dedicated: DedicatedModel | None) -> dict[str, tuple[int, ...]]:
-    """{name: shape of the whole} of the tensors in a checkpoint of the model, equal on every rank."""
-    matrices = {p.resting: p for p in dedicated.params.values()} if dedicated else {}
-    return {clean(key): tuple(matrices.get(value, value).shape) for key, value in _all_entries(model, dedicated).items()
-            if isinstance(value, Tensor) and "_extra_state" not in key}
-
-
-def _check_names(folder: Path, saved: dict, ours: dict[str, tuple], of_any_shape: Iterable[str] = ()) -> None:
-    """Raise ValueError unless the checkpoint has the model's names and shapes, no more and no less."""
-    entries = {name.removeprefix("model."): entry for name, entry in saved.items() if name.startswith("model.")}
-    theirs = {name: tuple(entry.size) for name, entry in entries.items() if "_extra_state" not in name}
-    theirs |= {name: ours[name] for name in of_any_shape if name in theirs and name in ours}
-    problems = [f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {ours.get(name, 'nothing')} in the model"
-                for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"'{folder}' is of another model; {'; '.join(problems[:5])}{more}. Each model needs a folder "
-                         "of its own")
-
-
-def _empty_state(saved: dict, placements: dict, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str],
+def _empty_state(saved: dict, placements: dict, optimizer: torch.optim.Optimizer,
+                 names: dict[nn.Parameter, str],
                  dedicated: DedicatedModel | None) -> dict[str, dict]:
-    """{FQN: {key: value}} to load this rank's part of the parameters' optimizer state into."""
-    peers = {p.owned for p in dedicated.params.values() if not p.is_owner} if dedicated else set()
-    groups = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"] if p not in peers}
+    """{FQN: {key: value}} to load this rank's part of the optimizer's state into."""
+    params = dedicated.params.values() if dedicated else []
+    peers = {p.owned for p in params if not p.is_owner}
+    groups = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]
+              if p not in peers}
     state: dict[str, dict] = {}
     for name, entry in saved.items():
         fqn, _, key = name.removeprefix("optimizer.").rpartition(".")
@@ -1395,18 +1359,152 @@ def _empty_state(saved: dict, placements: dict, optimizer: torch.optim.Optimizer
         if not hasattr(entry, "size"):  # no tensor
             values[key] = None
             continue
-        # In another dtype than the weight's of old it stays; else it takes the weight's of now, as torch casts it
-        kept = key == "step" or entry.properties.dtype != saved[f"model.{fqn}"].properties.dtype
+        # In another dtype than the weight's of old it stays; else it takes the weight's of now, as
+        # torch casts it
+        old_dtype = saved[f"model.{fqn}"].properties.dtype
+        kept = key == "step" or entry.properties.dtype != old_dtype
         dtype = entry.properties.dtype if kept else p.dtype
-        as_parameter = entry.size == p.shape and f"{fqn}.{key}" not in placements
         layout = placements.get(f"{fqn}.{key}")
         if layout and isinstance(p, DTensor):
-            if len(layout) != p.device_mesh.ndim:  # of another mesh: whole, which DTensor's operations take as well
-                layout = [Replicate()] * p.device_mesh.ndim
-            values[key] = zeros(entry.size, dtype=dtype, device_mesh=p.device_mesh, placements=layout)
-        elif as_parameter:
+            mesh = p.device_mesh
+            if len(layout) != mesh.ndim:  # of another mesh: whole, which operations take as well
+                layout = [Replicate()] * mesh.ndim
+            values[key] = zeros(entry.size, dtype=dtype, device_mesh=mesh, placements=layout)
+        elif entry.size == p.shape and f"{fqn}.{key}" not in placements:
             values[key] = torch.zeros_like(p, dtype=dtype).detach()
-        else:  # a count of steps is where `torch.optim.Optimizer.load_state_dict` puts it for the kernel
+        else:  # a count of steps is where `Optimizer.load_state_dict` puts it for the kernel
             on_cpu = key == "step" and not group.get("fused") and not group.get("capturable")
-            values[key] = torch.zeros(entry.size, dtype=dtype, device=CPU if on_cpu else local(p).device)
+            device = CPU if on_cpu else local(p).device
+            values[key] = torch.zeros(entry.size, dtype=dtype, device=device)
     return state
+
+
+# ------------------------------------------------------------------------ a folder of checkpoints
+
+
+_claimed: dict[Path, int | None] = {}  # folders that this process may write to, and their locks
+
+
+def _claim(folder: Path) -> None:
+    """Lock the folder until this process ends, so that no other mesh starts to write there."""
+    folder = folder.resolve()
+    if _claimed.get(folder) or fcntl is None:
+        return
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        if folder in _claimed:  # it was loaded from: a run that resumes, on other ranks maybe
+            return
+        raise RuntimeError("another mesh writes its checkpoints there now; give each a folder of "
+                           "its own, or load from it first to go on there") from None
+    except OSError:  # a disk that has no locks
+        pass
+    _claimed[folder] = lock
+
+
+def _open_folder(part: Path, shapes: dict[str, tuple], buffers: set[str]) -> None:
+    """Make `part`, in a folder that has no other model's checkpoints."""
+    part.parent.mkdir(parents=True, exist_ok=True)
+    _claim(part.parent)
+    newest, entries, _ = _find_checkpoint(part.parent)
+    if newest:
+        _check_names(newest, entries, shapes, buffers)  # buffers may have grown since
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it wrote
+    part.mkdir()
+
+
+def _put_in_place(part: Path, final: Path, keep: int | None) -> None:
+    """Rename a complete checkpoint, list it, and delete what is superfluous.
+
+    At any moment a complete one is there.
+    """
+    folder, old = final.parent, final.with_suffix(".old")
+    for path in _newest_first(folder):
+        if path.suffix == ".old" and not path.with_suffix("").exists():
+            path.rename(path.with_suffix(""))  # a run was killed between the two lines below
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    others = [path for path in _newest_first(folder) if not path.suffix]
+    names = [path.name for path in reversed(others)]
+    _write_order(folder, names)  # without this one, which is newer than all from the next line on
+    part.rename(final)
+    _write_order(folder, [*names, final.name])
+    superfluous = [path for path in _newest_first(folder) if path.suffix]
+    if keep:
+        complete = [final, *(path for path in others if (path / ".metadata").exists())]
+        superfluous += complete[keep:]
+    for path in superfluous:
+        shutil.rmtree(path)
+
+
+def _write_order(folder: Path, names: list[str]) -> None:
+    (folder / "order.part").write_text("".join(f"{name}\n" for name in names))
+    os.replace(folder / "order.part", folder / "order.txt")
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Checkpoints, torn ones too, in the order of writing that `order.txt` tells.
+
+    Never by times, which a copy changes. One that is not listed is newer: the run was killed in
+    between. So is one beside its own old copy, and among these, and without the file, the higher
+    step.
+    """
+    found = {path for path in folder.glob("step_*")
+             if re.fullmatch(r"step_\d{8,}(\.part|\.old)?", path.name) and path.is_dir()}
+    file = folder / "order.txt"
+    listed = file.read_text(errors="replace").split() if file.exists() else []
+
+    def age(path: Path) -> tuple:
+        position = -1 if path.suffix and listed else len(listed)
+        is_replaced = not path.suffix and path.with_suffix(".old") in found
+        if path.stem in listed and not is_replaced:
+            position = listed.index(path.stem)
+        return position, int(path.stem[5:]), not path.suffix
+
+    return sorted(found, key=age, reverse=True)
+
+
+def _entries(folder: Path) -> dict:
+    """dcp's description of a checkpoint's entries, by name; an error if a file lacks some."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    for info in metadata.storage_data.values():
+        if (folder / info.relative_path).stat().st_size < info.offset + info.length:
+            raise ValueError(f"{info.relative_path} is too short")
+    if "step" not in metadata.state_dict_metadata:
+        raise ValueError("save_checkpoint has not written it")
+    return metadata.state_dict_metadata
+
+
+def _find_checkpoint(path: Path) -> tuple[Path | None, dict, list[str]]:
+    """The newest complete checkpoint, or `path` itself; its entries; what is wrong with others."""
+    reasons = []
+    for candidate in _newest_first(path) or [path]:
+        try:
+            if not candidate.is_dir():
+                raise ValueError("no such folder")
+            if candidate.suffix == ".part":
+                raise ValueError("the run ended while it was written")
+            return candidate, _entries(candidate), reasons
+        except Exception as error:
+            reasons.append(f"'{candidate}' is no complete checkpoint: {error}")
+    return None, {}, reasons
+
+
+def _check_names(folder: Path, saved: dict, ours: dict[str, tuple],
+                 of_any_shape: Iterable[str] = ()) -> None:
+    """Raise ValueError unless the checkpoint has the model's names and shapes, no more and no less."""
+    theirs = {}
+    for name, entry in saved.items():
+        if name.startswith("model.") and "_extra_state" not in name:
+            name = name.removeprefix("model.")
+            theirs[name] = ours.get(name) if name in of_any_shape else tuple(entry.size)
+    problems = [f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, "
+                f"{ours.get(name, 'nothing')} in the model"
+                for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"'{folder}' is of another model; {'; '.join(problems[:5])}{more}. Each "
+                         "model needs a folder of its own")

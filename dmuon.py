@@ -1047,7 +1047,7 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True,
             if keeps:
                 device = CPU if cpu_offload else value.device
                 state[key] = value.detach().to(device, copy=True)
-    return {clean(key): value for key, value in state.items()} if keeps else {}
+    return state if keeps else {}
 
 
 def _all_entries(model: nn.Module, dedicated: DedicatedModel | None) -> dict[str, object]:
@@ -1102,8 +1102,9 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
     try:
         with together("save_checkpoint", group) as said:
             said.append(str(final.resolve()))
-            device, names = _parameters_device(model), _names(model)
+            device = _parameters_device(model)
             weights, shapes = _model_entries(model)
+            names = _names(model)
             placements, alike = _check_state(optimizer, names)
             said += alike
             if is_first:
@@ -1151,11 +1152,12 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     """
     dedicated, path, group = _dedicated(model), _local_path(path), _mesh_group(model)
     with together("load_checkpoint", group) as said:
-        device, names = _parameters_device(model), _names(model)
+        device = _parameters_device(model)
         if dedicated and dedicated.unreduced:
             raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of "
                              "it; they would be added to the next ones")
         weights, shapes = _model_entries(model)
+        names = _names(model)
         folder, saved, reasons = _find_checkpoint(path)
         said.append(str(folder and folder.resolve()))
         if folder is None:
@@ -1262,7 +1264,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _model_entries(model: nn.Module) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:
-    """What this rank's state dict has; and {name: shape of the whole} of all tensors, on any rank."""
+    """What this rank's state dict has; and {name: shape of the whole} of what all ranks have."""
     dedicated = _dedicated(model)
     _to_rest(model, dedicated)
     params = dedicated.params.values() if dedicated else []
@@ -1495,7 +1497,7 @@ def _find_checkpoint(path: Path) -> tuple[Path | None, dict, list[str]]:
 
 def _check_names(folder: Path, saved: dict, ours: dict[str, tuple],
                  of_any_shape: Iterable[str] = ()) -> None:
-    """Raise ValueError unless the checkpoint has the model's names and shapes, no more and no less."""
+    """Raise ValueError unless the checkpoint has the model's names and shapes, and no others."""
     theirs = {}
     for name, entry in saved.items():
         if name.startswith("model.") and "_extra_state" not in name:

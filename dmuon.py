@@ -47,8 +47,7 @@ from hsdp import ReplicaMesh
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
 from newton_schulz import adjusted_lr, batches, equal_shapes, float64_norm, gram_newton_schulz
 from newton_schulz import newton_schulz, orthogonalise, sums_grams, tensor_parallel_norms
-from partition import assign_matrices, choose_matrices, clean, named_state, ownership_map
-from partition import slot_coordinate
+from partition import assign_matrices, choose_matrices, clean, ownership_map, slot_coordinate
 
 try:
     import fcntl
@@ -970,7 +969,7 @@ class _StateDicts:
         _to_rest(self.model, self.dedicated)
         self.outermost = module
         given, wrong = {clean(key): key for key in state_dict}, []
-        for full_name, holder, name, tensor in named_state(module, prefix.rstrip(".")):
+        for full_name, holder, name, tensor in _named_state(module, prefix.rstrip(".")):
             key = full_name.replace("_checkpoint_wrapped_module.", "")  # its own hook puts it in
             if clean(key) in given:
                 state_dict[key] = state_dict.pop(given[clean(key)])
@@ -1006,6 +1005,15 @@ class _StateDicts:
             for keys in incompatible_keys:  # torch raises by them, or returns them
                 keys[:] = union(map(clean, keys), self.dedicated.mesh.groups())
             self.dedicated.refresh()
+
+
+def _named_state(module: nn.Module,
+                 prefix: str) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(name, holder, attribute, tensor) of what a state dict has, in its order."""
+    for path, holder in module.named_modules(prefix=prefix, remove_duplicate=False):
+        for name, tensor in (*holder._parameters.items(), *holder._buffers.items()):
+            if tensor is not None and name not in holder._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), holder, name, tensor
 
 
 @torch.no_grad()

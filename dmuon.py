@@ -46,7 +46,8 @@ from hooks import local, start_broadcast, wait
 from hsdp import ReplicaMesh
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
 from newton_schulz import adjusted_lr, batches, equal_shapes, float64_norm, gram_newton_schulz
-from newton_schulz import newton_schulz, orthogonalise, sums_grams, tensor_parallel_norms
+from newton_schulz import muon_update, newton_schulz, orthogonalise, sums_grams
+from newton_schulz import tensor_parallel_norms
 from partition import assign_matrices, choose_matrices, clean, ownership_map, slot_coordinate
 
 try:
@@ -572,15 +573,19 @@ def _unshard(dedicated: DedicatedModel | None, params: list[DedicatedParam]) -> 
             dedicated.invalidate()
 
 
-# -------------------------------------------------------------------------------------------------- Muon
+# --------------------------------------------------------------------------------------------- Muon
+
+
+NS_OPTIONS = ("ns_coefficients", "ns_steps", "eps", "ns_dtype")  # as `newton_schulz` takes them
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the dedicated matrices, `torch.optim.AdamW` for every other parameter: one optimizer, one `step`.
+    """Muon for the dedicated matrices, `torch.optim.AdamW` for every other parameter: one `step`.
 
-    Each owner updates its own matrices: momentum, Nesterov, Newton-Schulz, decoupled weight decay by the unadjusted
-    rate, in the order and with the formulas of `torch.optim.Muon`. Other ranks do nothing for them. All parameters of
-    the model are in a group on every rank, so groups, schedulers and `zero_grad` behave alike everywhere.
+    Each owner updates its own matrices: momentum, Nesterov, Newton-Schulz, decoupled weight decay
+    by the unadjusted rate, in the order and with the formulas of `torch.optim.Muon`. Other ranks do
+    nothing for them. All parameters of the model are in a group on every rank, so that groups,
+    schedulers and `zero_grad` behave alike everywhere.
 
     Args:
         model: a model that went through `dedicate_params` and `fully_shard`.
@@ -588,76 +593,110 @@ class Muon(torch.optim.Optimizer):
         momentum: coefficient of the exponential moving average, in [0, 1).
         nesterov: look one step ahead along the momentum.
         weight_decay: of the matrices, decoupled.
-        adjust_lr_fn: "match_rms_adamw" (0.2 sqrt(max(m, n)), Moonlight) or "original" (sqrt(max(1, m / n)), Jordan;
-            None is the same, as in torch).
-        ns_backend: "gram" or "direct"; the same result, "gram" needs fewer FLOPs on long matrices. A matrix that tensor
-            parallelism has cut takes neither: see `newton_schulz.tensor_parallel_newton_schulz`.
+        adjust_lr_fn: "match_rms_adamw" (0.2 sqrt(max(m, n)), Moonlight) or "original"
+            (sqrt(max(1, m / n)), Jordan; None is the same, as in torch).
+        ns_backend: "gram" or "direct"; the same result, "gram" needs fewer FLOPs on long matrices.
+            A matrix that tensor parallelism has cut takes neither: see
+            `newton_schulz.tensor_parallel_newton_schulz`.
         ns_steps: iterations; with a list of triples as coefficients, its length.
         ns_coefficients: one triple (a, b, c) or one per iteration.
-        ns_dtype: dtype of the iteration; None: float64 for float64 weights, float32 on CPU, float16 on CUDA. Summed
-            Gram matrices are float32 at least.
-        eps: smallest norm that Newton-Schulz divides by; what has a smaller one gets a smaller update.
+        ns_dtype: dtype of the iteration; None: float64 for float64 weights, float32 on CPU, float16
+            on CUDA. Summed Gram matrices are float32 at least.
+        eps: smallest norm that Newton-Schulz divides by; a smaller one gives a smaller update.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: passed to `torch.optim.AdamW`.
-        param_groups: groups in torch's form, {"params": [...], option: value}; a group with both families is split.
-            None: one group for each family.
-        replicate_async: HSDP: leave the new weights in flight to their replicate peers when `step` returns. They arrive
-            there before a forward, a state dict or `unshard` needs them; a peer that reads `model.parameters()` itself
-            sees the old ones until then. The numbers are the same either way.
+        param_groups: groups in torch's form, {"params": [...], option: value}; a group with both
+            families is split. None: one group for each family.
+        replicate_async: HSDP: leave the new weights in flight to their replicate peers when `step`
+            returns. They arrive there before a forward, a state dict or `unshard` needs them; a
+            peer that reads `model.parameters()` itself sees the old ones until then. The numbers
+            are the same either way.
 
     Raises:
-        ValueError: a model without dedicated parameters or without FSDP2 on the rest, a negative rate, decay or eps,
-            momentum outside [0, 1), an unknown `adjust_lr_fn` or `ns_backend`, steps that the coefficients do not have.
+        ValueError: a model without dedicated parameters or without FSDP2 on the rest, a negative
+            rate, decay or eps, momentum outside [0, 1), an unknown `adjust_lr_fn` or `ns_backend`,
+            steps that the coefficients do not have.
         TypeError: an `ns_dtype` that is no floating-point dtype.
     """
 
     def __init__(
-        self, model: nn.Module, lr: float = 0.02, momentum: float = 0.95, nesterov: bool = True,
-        weight_decay: float = 0.0, adjust_lr_fn: str | None = "match_rms_adamw", ns_backend: str = "gram",
-        ns_steps: int = 5, ns_coefficients: Sequence = POLAR_EXPRESS_COEFFICIENTS, ns_dtype: torch.dtype | None = None,
-        eps: float = 1e-30, adamw_lr: float = 1e-3, adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8, adamw_weight_decay: float = 0.0, param_groups: list[dict] | None = None,
+        self,
+        model: nn.Module,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        ns_backend: str = "gram",
+        ns_steps: int = 5,
+        ns_coefficients: Sequence = POLAR_EXPRESS_COEFFICIENTS,
+        ns_dtype: torch.dtype | None = None,
+        eps: float = 1e-30,
+        adamw_lr: float = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.0,
+        param_groups: list[dict] | None = None,
         replicate_async: bool = True,
     ):
-        self._dedicated, self._replicate_async = _require_dedicated(model, "Muon"), replicate_async
-        _to_rest(model, self._dedicated)  # groups must not have whole parameters, which an eval or an error left there
+        self._dedicated = _require_dedicated(model, "Muon")
+        self._replicate_async = replicate_async
+        # Groups must not have whole parameters, which an eval or an error left there
+        _to_rest(model, self._dedicated)
         self._dedicated.invalidate()
         self._dedicated.adopt()
-        self._muon_defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, eps=eps,
-                                   adjust_lr_fn=adjust_lr_fn, ns_backend=ns_backend, ns_steps=ns_steps,
-                                   ns_coefficients=ns_coefficients, ns_dtype=ns_dtype)
+        self._muon_defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            eps=eps,
+            adjust_lr_fn=adjust_lr_fn,
+            ns_backend=ns_backend,
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            ns_dtype=ns_dtype,
+        )
         _check_muon_options(self._muon_defaults)
-        self._adamw = torch.optim.AdamW([{"params": []}], adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
-        matrices = [p for p in model.parameters() if hasattr(p, "_dedicated_owner_rank")]
-        others = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
+        self._adamw = torch.optim.AdamW(
+            [{"params": []}], adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay
+        )
+        matrices, others = _families(list(model.parameters()))
         _check_sharded(others, self._dedicated.mesh)
-        groups = [{"params": matrices}, {"params": others}] if param_groups is None else param_groups
-        super().__init__(groups, defaults={"lr": lr})
+        if param_groups is None:
+            param_groups = [{"params": matrices}, {"params": others}]
+        super().__init__(param_groups, defaults={"lr": lr})
 
     def add_param_group(self, param_group: dict) -> None:
-        """As torch's; what the group does not name is its family's default. A group with both families becomes two."""
+        """As torch's; what the group does not name is its family's default.
+
+        A group with both families becomes two.
+        """
         params = param_group["params"]
         if isinstance(params, set):
             raise TypeError("Muon: params is a set, whose order differs between ranks; pass a list")
         params = [params] if isinstance(params, Tensor) else list(params)
-        params = [p[1] if isinstance(p, tuple) else p for p in params]  # torch takes (name, parameter) too
-        families = {
-            "muon": [p for p in params if hasattr(p, "_dedicated_owner_rank")],
-            "adamw": [p for p in params if not hasattr(p, "_dedicated_owner_rank")],
-        }
-        for family, members in families.items():
-            if members or not params and family == "adamw":  # schedulers count empty groups, too
-                defaults = self._muon_defaults if family == "muon" else self._adamw.defaults
-                group = {**defaults, **param_group, "params": members, "family": family}
-                if family == "muon":
-                    _check_muon_options(group)
-                super().add_param_group(group)
+        # torch takes (name, parameter) too
+        params = [p[1] if isinstance(p, tuple) else p for p in params]
+        matrices, others = _families(params)
+        if matrices:
+            group = {**self._muon_defaults, **param_group, "params": matrices, "family": "muon"}
+            _check_muon_options(group)
+            super().add_param_group(group)
+        if others or not params:  # schedulers count empty groups, too
+            group = {**self._adamw.defaults, **param_group, "params": others, "family": "adamw"}
+            super().add_param_group(group)
 
     def __getstate__(self) -> None:
         """For `copy.deepcopy` and pickle, which would part the optimizer from its model."""
-        raise RuntimeError("dmuon.Muon cannot be copied or pickled; its state_dict can, and save_checkpoint has it")
+        raise RuntimeError(
+            "dmuon.Muon cannot be copied or pickled; its state_dict can, and save_checkpoint has it"
+        )
 
     def state_dict(self) -> dict:
-        """As torch's, of what this rank has, for this rank of the same mesh; `save_checkpoint` knows no ranks."""
+        """As torch's, of what this rank has, for this rank of the same mesh.
+
+        What `save_checkpoint` writes knows no ranks.
+        """
         return {**super().state_dict(), "place": _place(self._dedicated.mesh)}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -668,63 +707,92 @@ class Muon(torch.optim.Optimizer):
         """
         here, there = _place(self._dedicated.mesh), state_dict.get("place")
         if here != there:
-            raise ValueError(f"Muon.load_state_dict: the state is that of {there or 'another optimizer'}, this rank is "
-                             f"{here}; every rank loads its own, or use dmuon.save_checkpoint and load_checkpoint")
+            raise ValueError(
+                f"Muon.load_state_dict: the state is that of {there or 'another optimizer'}, this "
+                f"rank is {here}; every rank loads its own, or use dmuon.save_checkpoint and "
+                "load_checkpoint"
+            )
         super().load_state_dict(state_dict)
 
-    @torch.compiler.disable  # what it reads changes between steps in ways that a compiled graph does not ask about
+    # What it reads changes between steps in ways that a compiled graph does not ask about
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One step of both families. Like torch's optimizers it does not look for NaN."""
+        """One step: matrices, then their replicate peers, then all that AdamW trains.
+
+        Like torch's optimizers it does not look for NaN.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._dedicated.settle()
-        owned = []  # [(matrices that are updated as one batch, their group)]
-        for group in (group for group in self.param_groups if group["family"] == "muon"):
-            trained = [p for p in group["params"] if p.grad is not None and p.requires_grad]
-            owned += [(batch, group) for batch in equal_shapes(trained)]
-        for batch, group in owned:
-            for p in (p for p in batch if "momentum_buffer" not in self.state[p]):
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-            torch._foreach_lerp_(self._momenta(batch), [p.grad for p in batch], 1 - group["momentum"])
-        cut = [(batch, group) for batch, group in owned if sums_grams(batch[0])]
-        norms = {}
-        if cut:  # on all ranks of the tensor-parallel mesh alike; `_update` makes directions anew, so that none is kept
-            tp_group = self._dedicated.mesh.tp_mesh.get_group()
-            directions = (self._directions(batch, group)[0] for batch, group in cut)
-            norms = dict(zip((batch[0] for batch, _ in cut), tensor_parallel_norms(directions, tp_group)))
+        # 1. Matrices that this rank owns; those of one shape are one batch
+        owned = []
+        for group in self.param_groups:
+            if group["family"] == "muon":
+                trained = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+                owned += [(batch, group) for batch in equal_shapes(trained)]
+        norms = self._cut_norms(owned)
         for batch, group in owned:
             self._update(batch, group, norms.get(batch[0]))
+        # 2. Their replicate peers
         self._dedicated.start_replicate_broadcasts()
-        # `load_state_dict` replaces both objects, so AdamW is pointed at them anew
-        self._adamw.param_groups = [part for group in self.param_groups if group["family"] == "adamw"
-                                    for part in _foreach_groups(group)]
+        # 3. AdamW, pointed anew at the objects that `load_state_dict` replaces
         self._adamw.state = self.state
+        self._adamw.param_groups = []
+        for group in self.param_groups:
+            if group["family"] == "adamw":
+                self._adamw.param_groups += _foreach_groups(group)
         self._adamw.step()
         self._dedicated.invalidate()
         if not self._replicate_async:
             self._dedicated.finish_replicate_broadcasts()
         return loss
 
-    def _momenta(self, batch: list[nn.Parameter]) -> list[Tensor]:
-        return [self.state[p]["momentum_buffer"] for p in batch]
+    def _momentum(self, p: nn.Parameter) -> Tensor:
+        """The matrix's momentum, which starts at zero."""
+        if "momentum_buffer" not in self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+        return self.state[p]["momentum_buffer"]
 
-    def _directions(self, batch: list[nn.Parameter], group: dict) -> Sequence[Tensor]:
-        """What is orthogonalised: the momenta, or one step ahead along them."""
-        momenta, gradients = self._momenta(batch), [p.grad for p in batch]
-        return torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
+    def _cut_norms(self, owned: list[tuple[list, dict]]) -> dict[nn.Parameter, Tensor]:
+        """{matrix: norm that Newton-Schulz divides by}, of matrices that no rank has whole.
+
+        One all-reduce for all of them. It comes before the updates and must keep none of them, so
+        that each is made here on a copy of the momentum, and dropped.
+        """
+        cut = {batch[0]: group for batch, group in owned if sums_grams(batch[0])}
+        if not cut:  # on all ranks of the tensor-parallel mesh alike
+            return {}
+
+        def trial(p: nn.Parameter) -> Tensor:
+            momentum = self._momentum(p).clone()
+            return muon_update([p.grad], [momentum], cut[p]["momentum"], cut[p]["nesterov"])[0]
+
+        tp_group = self._dedicated.mesh.tp_mesh.get_group()
+        return dict(zip(cut, tensor_parallel_norms(map(trial, cut), tp_group)))
 
     def _update(self, batch: list[nn.Parameter], group: dict, norm: Tensor | None) -> None:
-        """Owned matrices of one shape (..., m, n), e.g. (3072, 768), by the formulas of `torch.optim.Muon`."""
-        options = (group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
-        updates = orthogonalise(self._directions(batch, group), group["ns_backend"], *options, norm=norm)
-        lr, weights = float(group["lr"]), [local(p) for p in batch]
-        adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *batch[0].shape[-2:])  # by the shape of the whole matrix
+        """Owned matrices of one shape (..., m, n), e.g. (3072, 768), as in `torch.optim.Muon`."""
+        gradients = [p.grad for p in batch]
+        momenta = [self._momentum(p) for p in batch]
+        updates = muon_update(gradients, momenta, group["momentum"], group["nesterov"])
+        options = [group[name] for name in NS_OPTIONS]
+        updates = orthogonalise(updates, group["ns_backend"], *options, norm=norm)
+        lr = float(group["lr"])
+        weights = [local(p) for p in batch]
         for weight in weights:  # foreach on a CPU would round the factor to the weights' dtype
             weight.mul_(1 - lr * group["weight_decay"])
+        # By the shape of the whole matrix
+        adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *batch[0].shape[-2:])
         torch._foreach_add_(weights, updates, alpha=-adjusted)
+
+
+def _families(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The dedicated matrices, and all others."""
+    matrices = [p for p in parameters if is_dedicated(p)]
+    return matrices, [p for p in parameters if not is_dedicated(p)]
 
 
 def _check_muon_options(options: dict) -> None:
@@ -734,37 +802,48 @@ def _check_muon_options(options: dict) -> None:
             raise ValueError(f"Muon: {name} must be >= 0, not {options[name]}")
     if not 0 <= options["momentum"] < 1:
         raise ValueError(f"Muon: momentum must be in [0, 1), not {options['momentum']}")
-    iteration = (options[name] for name in ("ns_coefficients", "ns_steps", "eps", "ns_dtype"))
-    newton_schulz(torch.ones(1, 1), *iteration)  # here, on every rank: in a step only the owners would see a refusal
-    choices = {"adjust_lr_fn": (None, "original", "match_rms_adamw"), "ns_backend": ("gram", "direct")}
+    # Here, on every rank: in a step only the owners would see a refusal
+    newton_schulz(torch.ones(1, 1), *[options[name] for name in NS_OPTIONS])
+    choices = {
+        "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+        "ns_backend": ("gram", "direct"),
+    }
     for name, known in choices.items():
         if options[name] not in known:
             raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")
 
 
 def _check_sharded(parameters: list[nn.Parameter], mesh: ShardMesh) -> None:
-    """Raise ValueError unless FSDP2 averages these gradients over as many ranks as DMuon does its own.
+    """Raise ValueError unless FSDP2 averages gradients over as many ranks as DMuon does its own.
 
-    See hsdp.py, [Note: Newton-Schulz hides a wrong divisor].
+    See hooks.py, [Note: Newton-Schulz hides a wrong divisor].
     """
     trained = [p for p in parameters if p.requires_grad]
     sharded = [p for p in trained if hasattr(p, "device_mesh") and p.device_mesh != mesh.tp_mesh]
     ranks = mesh.num_shards * mesh.num_replicas
     if ranks > 1 and trained and not sharded:
-        raise ValueError("Muon: no parameter is sharded by FSDP2; call fully_shard on the model before dmuon.Muon")
+        raise ValueError(
+            "Muon: no parameter is sharded by FSDP2; call fully_shard on the model before "
+            "dmuon.Muon"
+        )
     tp_names = mesh.tp_mesh.mesh_dim_names if mesh.tp_mesh is not None else ()
     for p in sharded:
-        sizes = zip(p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim, p.device_mesh.shape)
+        names = p.device_mesh.mesh_dim_names or (None,) * p.device_mesh.ndim
+        sizes = zip(names, p.device_mesh.shape)
         if math.prod(size for name, size in sizes if name not in tp_names) != ranks:
-            raise ValueError(f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over {p.device_mesh}, "
-                             f"dedicate_params its matrices over {ranks} ranks; give both the same mesh")
+            raise ValueError(
+                f"Muon: fully_shard averages a parameter of shape {tuple(p.shape)} over "
+                f"{p.device_mesh}, dedicate_params its matrices over {ranks} ranks; give both the "
+                "same mesh"
+            )
 
 
 def _foreach_groups(group: dict) -> list[dict]:
-    """An AdamW group in parts that one foreach operation takes: of one mesh, or of no DTensors, and no tensor rate.
+    """An AdamW group in parts that one foreach operation takes: of one mesh, or of no DTensors.
 
-    By itself torch would loop over DTensors, one operation a tensor. A part is as large as a batch of Newton-Schulz,
-    because an operation makes temporaries as large as all that it takes. What the user chose stays.
+    By itself torch would loop over DTensors, one operation a tensor. A part is as large as a batch
+    of Newton-Schulz, because an operation makes temporaries as large as all that it takes. A rate
+    that is a tensor becomes a number. What the user chose stays.
     """
     if group["foreach"] is not None or group["fused"] or group["differentiable"]:
         return [group]
@@ -775,17 +854,19 @@ def _foreach_groups(group: dict) -> list[dict]:
     return [{**group, "lr": lr, "foreach": precise(part[0]), "params": part} for part in parts]
 
 
-# ------------------------------------------------------------------------------------ accumulation and clipping
+# ------------------------------------------------------------------------- accumulation, clipping
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside keep their gradients on this rank; the next one outside reduces the sum, of both families.
+    """Backwards inside keep their gradients on this rank; the next one outside reduces the sum.
 
-    Gradient accumulation with one reduce a step; dividing the loss by the number of micro-batches is the caller's. What
-    counts is where the backward runs, not where the forward did. In return every rank holds a whole gradient of every
-    matrix, in the dtype of the reduce, and in Z2 also the whole matrices, which are then broadcast once a step. As in
-    FSDP2, whose `set_requires_gradient_sync` it calls (at the end with True), `zero_grad` does not clear what waits.
+    This is gradient accumulation with one reduce a step, for both families; dividing the loss by
+    the number of micro-batches is the caller's. What counts is where the backward runs, not where
+    the forward did. In return every rank holds a whole gradient of every matrix, in the dtype of
+    the reduce, and in Z2 also the whole matrices, which are then broadcast once a step. As in
+    FSDP2, whose `set_requires_gradient_sync` it calls (at the end with True), `zero_grad` does not
+    clear what waits.
 
     Args:
         model: a model that went through `dedicate_params` and `fully_shard`. Contexts nest.
@@ -811,32 +892,82 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
                     error_if_nonfinite: bool = False) -> Tensor:
     """Scale all gradients of both families so that their total norm is at most `max_norm`.
 
-    Mirrors `torch.nn.utils.clip_grad_norm_`, but leaves gradients as they are if the norm is not finite: so it can be
-    seen which ones are not. The norm is that of the whole model's averaged gradient.
+    Mirrors `torch.nn.utils.clip_grad_norm_`, but leaves gradients as they are if the norm is not
+    finite: so it can be seen which ones are not. The norm is that of the whole model's averaged
+    gradient.
 
     Args:
-        model: a model that went through `dedicate_params` and `fully_shard`; every rank calls this.
+        model: dedicated or not, sharded by FSDP2 or not; all its ranks call this.
         max_norm: the largest total norm that is left; infinity only measures.
         norm_type: order of the norm: 2.0, 1.0, infinity or any other positive number.
         error_if_nonfinite: raise instead of scaling by a norm that is infinite or NaN.
 
     Returns:
-        The total norm before clipping, a 0-d tensor, float64 for a float64 model, else float32, with the same value on
-        every rank; non-finite if a gradient is.
+        The total norm before clipping, a 0-d tensor, float64 for a float64 model, else float32,
+        with the same value on every rank; non-finite if a gradient is.
 
     Raises:
         RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite.
         ValueError: a norm_type that is not positive.
     """
-    norm = torch.linalg.vector_norm(torch.stack([*grad_norms(model, norm_type).values()]), float(norm_type))
-    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    norms = torch.stack([*grad_norms(model, norm_type).values()])
+    norm = torch.linalg.vector_norm(norms, float(norm_type))
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not finite")
+        raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not "
+                           "finite")
+    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     if gradients:  # torch's clip_grads_with_norm_ takes no DTensors beside tensors
         torch._foreach_mul_(gradients, scale)
     return norm if any(p.dtype == torch.float64 for p in model.parameters()) else norm.float()
 
+
+@torch.no_grad()
+def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
+    """{FQN: norm of the averaged gradient} of every parameter, equal on every rank; for logs.
+
+    Args:
+        model: dedicated or not, sharded by FSDP2 or not; all its ranks call this, after the
+            backward.
+        norm_type: order of the norms: 2.0, 1.0, infinity or any other positive number.
+
+    Returns:
+        0-d float64 tensors, 0 for a parameter without a gradient. `clip_grad_norm_` scales by the
+        norm of these norms.
+
+    Raises:
+        ValueError: a norm_type that is not positive.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; expected 2.0, 1.0, infinity or another "
+                         "positive order")
+    _to_rest(model, _dedicated(model))  # after an eval FSDP2's parameters may be whole
+    names, groups, norms = _names(model), _groups(model), []
+    for p in names:
+        part = torch.zeros((), dtype=torch.float64, device=p.device)
+        if p.grad is not None and local(p.grad).numel():
+            part = float64_norm(local(p.grad).reshape(-1, 1), norm_type).squeeze()
+            part = part / _copies(p, model, groups) ** (1 / norm_type)
+        norms.append(part)
+    norms = torch.stack(norms)
+    for group in groups:  # no MAX reduce for the infinity norm: gloo's drops a NaN
+        gathered = [torch.empty_like(norms) for _ in range(group.size())]
+        dist.all_gather(gathered, norms, group=group)
+        norms = torch.linalg.vector_norm(torch.stack(gathered), norm_type, dim=0)
+    return dict(zip(names.values(), norms))
+
+
+def _copies(p: nn.Parameter, model: nn.Module, groups: list[dist.ProcessGroup]) -> int:
+    """How many ranks hold the same part of p's gradient, and so count it."""
+    copies = math.prod(group.size() for group in groups)
+    if is_dedicated(p):  # its owner alone has a gradient
+        mesh = _dedicated(model).mesh
+        copies //= mesh.num_shards * mesh.num_replicas
+    if isinstance(p.grad, DTensor):
+        for size, placement in zip(p.grad.device_mesh.shape, p.grad.placements):
+            copies //= 1 if placement.is_replicate() else size
+    return copies
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -846,57 +977,6 @@ def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
         return dedicated.mesh.groups()
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     return [*dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())]
-
-
-def gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor of this shape, in the group's order."""
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(gathered, tensor, group=group)
-    return gathered
-
-
-def _counts(mesh_, p: nn.Parameter) -> bool:
-    """Whether this rank is the first of all that hold the same part of p's gradient: a norm counts it once."""
-    mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
-    coordinates = []
-    if mesh is not None:
-        where = zip(p.grad.placements, mesh.get_coordinate())
-        coordinates += [coordinate for placement, coordinate in where if placement.is_replicate()]
-    if mesh in (None, mesh_.tp_mesh) and not hasattr(p, "_dedicated_owner_rank"):
-        coordinates += (mesh_.shard, mesh_.replicate)  # what ignored_params left to the user is on every data-parallel rank
-    if mesh_.tp_mesh is not None and (mesh is None or mesh_.tp_mesh.mesh_dim_names[0] not in mesh.mesh_dim_names):
-        coordinates.append(mesh_.tp_mesh.get_local_rank())
-    return not any(coordinates)
-
-
-@torch.no_grad()
-def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
-    """{FQN: norm of the averaged gradient} of every parameter of both families, equal on every rank; for logs.
-
-    Args:
-        model: a model that went through `dedicate_params` and `fully_shard`; every rank calls this, after the backward.
-        norm_type: order of the norms: 2.0, 1.0, infinity or any other positive number.
-
-    Returns:
-        0-d float64 tensors, 0 for a parameter without a gradient. `clip_grad_norm_` scales by the norm of these norms.
-
-    Raises:
-        ValueError: a norm_type that is not positive.
-    """
-    dedicated, norm_type = _require_dedicated(model, "grad_norms"), float(norm_type)
-    _to_rest(model, dedicated)  # after an eval FSDP2's parameters may be whole, without their gradients
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type}; expected 2.0, 1.0, infinity or another positive order")
-    mesh, names = dedicated.mesh, _names(model)
-    parts, zero = [], torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for p in names:
-        counts = p.grad is not None and local(p.grad).numel() and _counts(mesh, p)
-        parts.append(float64_norm(local(p.grad).reshape(-1, 1), norm_type).squeeze() if counts else zero)
-    norms = torch.stack(parts)
-    for group in mesh.groups():
-        gathered = torch.stack(gather(norms, group))  # no MAX reduce for the infinity norm: gloo's drops a NaN
-        norms = torch.linalg.vector_norm(gathered, norm_type, dim=0)
-    return dict(zip(names.values(), norms))
 
 
 # ------------------------------------------------------------------------------------ state dicts

@@ -32,7 +32,7 @@ such matrices; the planner at the end what a known model costs on any mesh (`--h
 `newton_schulz.py` comes before this file, `hooks.py` after it.
 
     $ python partition.py
-    layers.*.attn.q 768x768       3         .         1*        .         5         .         3         .
+    layers.*.attn.q 768x768       3         .         1*        .         5         .         3    ...
     72 matrices of 12 layers on 8 of 8 slots
     a slot's NS FLOPs: mean 1.63e+11, max/mean 1.000; its elements: mean 1.06e+07, max/mean 1.000
 """
@@ -333,7 +333,8 @@ def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
     placements = getattr(parameter, "placements", ())
     shape, leave_it = f"has shape {tuple(parameter.shape)}:", "make the predicate leave it"
     if any(type(placement).__name__ not in ("Shard", "Replicate") for placement in placements):
-        problem = f"has placements {placements}; tensor parallelism may use Shard and Replicate only"
+        problem = (f"has placements {placements}; tensor parallelism may use Shard and Replicate "
+                   "only")
     elif parameter.ndim < 2:
         kind = "vector" if parameter.ndim else "scalar"
         problem = f"{shape} a {kind} has no singular vectors; {leave_it} to AdamW"
@@ -382,8 +383,8 @@ def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: C
     if not matrices:
         names = ", ".join(candidates[:12]) or "none"
         more = ", ..." if len(candidates) > 12 else ""
-        raise ValueError("dedicate_params: no trainable matrix was chosen. By default that is every "
-                         "matrix inside layers.N, layer.N, blocks.N or h.N; pass predicate and "
+        raise ValueError("dedicate_params: no trainable matrix was chosen. By default that is "
+                         "every matrix inside layers.N, layer.N, blocks.N or h.N; pass predicate and "
                          "hook_boundary_predicate for other names. Matrices in this model: "
                          f"{names}{more}")
     return matrices

@@ -153,8 +153,8 @@ def exact_ns(G: torch.Tensor, coefficients) -> torch.Tensor:
 
 def gram_at_any_shape(G: torch.Tensor, coefficients, restarts, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Gram NS without the hand-over to direct iterations, to have it on square matrices, its hardest input."""
-    X, triples = ns._enter(G, coefficients, 5, 1e-30, dtype)
-    return ns._leave(ns.gram_iterations(X, triples, restarts), G)
+    iterations = partial(ns.gram_iterations, restarts=restarts)
+    return ns._iterate(iterations, G, coefficients, 5, 1e-30, dtype)
 
 
 def hard_input(kind: str, m: int, n: int, seed: int = 0) -> torch.Tensor:
@@ -234,14 +234,14 @@ def test_gram_is_direct_for_any_restarts():
 def test_gram_factor_needs_only_the_sum_of_the_shards_gram_matrices():
     """Q from the summed R of column shards, single or batched, applied to each shard is the whole matrix's NS."""
     X = gaussian(2, 24, 96, dtype=torch.float64)
-    X = ns.normalize(X, ns.frobenius_norm(X), 1e-30, torch.float64)
+    X = ns.normalize(X, ns.float64_norm(X), 1e-30, torch.float64)
     triples = ns.POLAR_EXPRESS_COEFFICIENTS
     shards = X.split([40, 0, 56], dim=-1)
     R = sum(shard @ shard.mT for shard in shards)
     before = R.clone()
     Q = ns.gram_factor(R, triples)
     assert torch.equal(R, before) and Q.shape == R.shape
-    assert torch.equal(ns.gram_factor(R[0], triples), Q[0])
+    assert torch.equal(ns.gram_factor(R[:1], triples), Q[:1])
     whole = torch.cat([Q @ shard for shard in shards], dim=-1)
     torch.testing.assert_close(whole, ns.direct_iterations(X, triples), rtol=0, atol=1e-12)
 
@@ -534,6 +534,31 @@ def test_a_batch_mixes_no_placements():
                 whole = ns.gram_newton_schulz(G.full_tensor() if isinstance(G, DTensor) else G)
                 expected = distribute_tensor(whole, mesh, G.placements).to_local() if isinstance(G, DTensor) else whole
                 torch.testing.assert_close(update, expected, rtol=0, atol=1e-3)
+        return True
+
+    assert run(2, law) == [True] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_has_the_bits_of_lerp_whole_or_sharded(dtype):
+    """Momenta move in place, gradients keep their bits, and nesterov looks one step ahead."""
+
+    def law(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        gradients = [gaussian(5, 8, seed=seed, dtype=dtype) for seed in range(2)]
+        before = [gaussian(5, 8, seed=seed + 2, dtype=dtype) for seed in range(2)]
+        for nesterov, cut in itertools.product((True, False), (False, True)):
+            place = lambda t: distribute_tensor(t.clone(), mesh, [Shard(0)]) if cut else t.clone()
+            whole_of = lambda t: t.full_tensor() if cut else t
+            given, momenta = [*map(place, gradients)], [*map(place, before)]
+            directions = ns.muon_update(given, momenta, 0.95, nesterov)
+            for i, gradient in enumerate(gradients):
+                momentum = before[i].lerp(gradient, 1 - 0.95)
+                expected = gradient.lerp(momentum, 0.95) if nesterov else momentum
+                assert torch.equal(whole_of(momenta[i]), momentum)
+                assert torch.equal(whole_of(directions[i]), expected)
+                assert torch.equal(whole_of(given[i]), gradient)
+                assert (directions[i] is momenta[i]) == (not nesterov)
         return True
 
     assert run(2, law) == [True] * 2
@@ -3572,12 +3597,12 @@ def test_a_norm_makes_no_copy_of_what_it_measures(dtype):
     """Norms are float64, of any matrix or batch, and take a bounded number of bytes for that; so do those of a model."""
     bound = 3 * 8 * ns.NORM_NUMEL["cpu"]
     for G in (gaussian(2048, 1024, dtype=dtype), gaussian(64, 256, 128, dtype=dtype), gaussian(7, 300_001, dtype=dtype)):
-        norms = [ns.frobenius_norm(G), *(ns.float64_norm(G, order) for order in (1.0, 3.0, math.inf))]
+        norms = [ns.float64_norm(G), *(ns.float64_norm(G, order) for order in (1.0, 3.0, math.inf))]
         for order, norm in zip((2.0, 1.0, 3.0, math.inf), norms):
             expected = torch.linalg.vector_norm(G.double(), order, dim=(-2, -1), keepdim=True)
             torch.testing.assert_close(norm, expected, rtol=1e-13, atol=0)
         rows = 8 * G.shape[-1] * G[..., 0, 0].numel()  # a row of each matrix is the least that is copied
-        peak, copied = (allocated(lambda: norm(G)) for norm in (ns.frobenius_norm, Tensor.double))
+        peak, copied = (allocated(lambda: norm(G)) for norm in (ns.float64_norm, Tensor.double))
         assert peak <= max(bound, 3 * rows) < copied == 8 * G.numel(), (G.shape, peak)
 
     def law(rank):

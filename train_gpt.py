@@ -63,7 +63,6 @@ from tqdm import tqdm
 
 import dmuon
 import hooks
-from dmuon import gather
 from hooks import local
 from newton_schulz import adjusted_lr, equal_shapes, orthogonalise
 from partition import ns_flops, step_traffic

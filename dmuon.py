@@ -3,7 +3,7 @@
 Before this file: newton_schulz.py, partition.py, hooks.py, hsdp.py. After it: train_gpt.py, which
 uses it.
 
-    import dmuon                                           # FSDP2 now leaves dedicated matrices alone
+    import dmuon                                           # FSDP2 now leaves matrices alone
     dmuon.dedicate_params(model, mesh)                     # each matrix gets one owner
     for layer in model.layers: fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)                          # everything else, as ever
@@ -913,8 +913,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
     norms = torch.stack([*grad_norms(model, norm_type).values()])
     norm = torch.linalg.vector_norm(norms, float(norm_type))
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is not "
-                           "finite")
+        raise RuntimeError(f"clip_grad_norm_: the total norm is {norm.item()}, some gradient is "
+                           "not finite")
     scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     if gradients:  # torch's clip_grads_with_norm_ takes no DTensors beside tensors
@@ -996,8 +996,8 @@ def _to_rest(model: nn.Module, dedicated: DedicatedModel | None) -> None:
 
 
 def _refuse_state_dict_helpers() -> None:
-    raise RuntimeError("the helpers of torch.distributed.checkpoint.state_dict take every parameter "
-                       "for a shard, and would lose the matrices that dmuon dedicated: use "
+    raise RuntimeError("the helpers of torch.distributed.checkpoint.state_dict take every "
+                       "parameter for a shard, and would lose the matrices that dmuon dedicated: use "
                        "model.state_dict and load_state_dict, dmuon.full_state_dict, "
                        "dmuon.save_checkpoint and load_checkpoint")
 

@@ -32,7 +32,7 @@ such matrices; the planner at the end what a known model costs on any mesh (`--h
 `newton_schulz.py` comes before this file, `hooks.py` after it.
 
     $ python partition.py
-    layers.*.attn.q 768x768       3         .         1*        .         5         .         3    ...
+    gpt2 on 8 ranks, a slot each: in how many layers does it own the matrix?
     72 matrices of 12 layers on 8 of 8 slots
     a slot's NS FLOPs: mean 1.63e+11, max/mean 1.000; its elements: mean 1.06e+07, max/mean 1.000
 """
@@ -384,8 +384,8 @@ def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: C
         names = ", ".join(candidates[:12]) or "none"
         more = ", ..." if len(candidates) > 12 else ""
         raise ValueError("dedicate_params: no trainable matrix was chosen. By default that is "
-                         "every matrix inside layers.N, layer.N, blocks.N or h.N; pass predicate and "
-                         "hook_boundary_predicate for other names. Matrices in this model: "
+                         "every matrix inside layers.N, layer.N, blocks.N or h.N; pass predicate "
+                         "and hook_boundary_predicate for other names. Matrices in this model: "
                          f"{names}{more}")
     return matrices
 

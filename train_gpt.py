@@ -910,7 +910,7 @@ class BenchRow:
         flops = sum(2 * batch * m * k * n for batch, m, k, n, _ in meter.products)
         figures = [median(ms[::2]), median(own_ms[::2]) / (median(own_ms[1::2]) or 1), flops]
         mine = torch.tensor(figures, dtype=torch.float64, device=self.args.device)
-        ns_ms, ns_to_mm, flops = max(rank.tolist() for rank in gather(mine, dist.group.WORLD))
+        ns_ms, ns_to_mm, flops = max(dmuon.gather_objects(mine.tolist(), dist.group.WORLD))
         return dict(ns_ms=ns_ms, ns_to_mm=ns_to_mm, ns_gflops=flops / ns_ms / 1e6) if flops else {}
 
     def weights(self) -> Tensor:

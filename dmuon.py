@@ -997,8 +997,8 @@ def _to_rest(model: nn.Module, dedicated: DedicatedModel | None) -> None:
 
 def _refuse_state_dict_helpers() -> None:
     raise RuntimeError("the helpers of torch.distributed.checkpoint.state_dict take every "
-                       "parameter for a shard, and would lose the matrices that dmuon dedicated: use "
-                       "model.state_dict and load_state_dict, dmuon.full_state_dict, "
+                       "parameter for a shard, and would lose the matrices that dmuon dedicated: "
+                       "use model.state_dict and load_state_dict, dmuon.full_state_dict, "
                        "dmuon.save_checkpoint and load_checkpoint")
 
 

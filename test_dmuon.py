@@ -6319,7 +6319,7 @@ def test_the_sample_is_printable():
     def law(rank):
         args = train_gpt.resolve(train_gpt.parse([*TINY, "--data=" + os.path.abspath(__file__)]), dist.get_world_size())
         corpus, model = train_gpt.load_corpus(args), train_gpt.build(args, 256)
-        train_gpt.shard(model, train_gpt.init_distributed(args), args)
+        train_gpt.distribute(model, train_gpt.init_distributed(args), args)
         return train_gpt.sample(model, corpus, args)
 
     texts = run(2, law)
@@ -6529,14 +6529,15 @@ def test_what_is_not_finite_leaves_the_weights_and_the_last_checkpoint(tmp_path)
         args = train_gpt.resolve(train_gpt.parse(options), 2)
         corpus, mesh = train_gpt.load_corpus(args), train_gpt.init_distributed(args)
         model = train_gpt.build(args, 256)
-        train_gpt.shard(model, mesh, args)
+        train_gpt.distribute(model, mesh, args)
         optimizer = train_gpt.make_optimizer(model, args)
         assert dmuon.load_checkpoint(tmp_path, model, optimizer) == step - 1
         states = [{**model.state_dict(), **{i: s["momentum_buffer"] for i, s in enumerate(optimizer.state.values())
                                             if "momentum_buffer" in s}} for _ in range(2)]
         before = {name: local(tensor).clone() for name, tensor in states[0].items()}
         with pytest.raises(train_gpt.UsageError):
-            train_gpt.train_step(model, optimizer, corpus, args, step, [])
+            micro_batches = train_gpt.batches(corpus, args, step, rank)
+            train_gpt.train_step(model, optimizer, micro_batches, args, step, [])
         return all(torch.equal(local(tensor), before[name]) for name, tensor in states[1].items())
 
     assert run(2, untouched) == [True, True]
@@ -6547,15 +6548,15 @@ def test_the_gradient_that_is_not_finite_is_named(optimizer, tmp_path):
     """Clipping has not spread a NaN to the other gradients when the script looks for the first one."""
 
     def law(rank):
-        original = train_gpt.clip
+        original = dmuon.clip_grad_norm_
 
-        def poisoned(model, args):
+        def poisoned(model, max_norm):
             gradient = model.get_parameter("layers.1.down_proj.weight").grad
             if gradient is not None and gradient.numel():
                 local(gradient).fill_(math.nan)
-            return original(model, args)
+            return original(model, max_norm)
 
-        train_gpt.clip = poisoned
+        dmuon.clip_grad_norm_ = poisoned
         with pytest.raises(train_gpt.UsageError, match="norm nan, first in layers.1.down_proj.weight;"):
             train_gpt.main([*TINY, f"--optimizer={optimizer}", f"--out={tmp_path}"])
         return True
@@ -6644,7 +6645,7 @@ def test_the_bench_counts_what_the_formulas_say(ranks, options, tmp_path):
     header, *rows = run(ranks, law)[0]
     assert header["options"]["steps"] == 1 and header["first_steps_differ_by"] < 1e-3
     rows = {row.pop("row"): row for row in rows}
-    assert len(rows) == 6 + bool(options) and hooks.DedicatedModel.prefetch
+    assert len(rows) == 5 + bool(options)
     for name, row in rows.items():
         assert row["sent"] == row["formula"] and (row["sent"] > 0) == (ranks > 1), (name, row)
         assert row["step_ms"] > row["optimizer_ms"] > 0 and row["peak_bytes"] > row["muon_state_bytes"]
@@ -6659,16 +6660,14 @@ def test_the_bench_counts_what_the_formulas_say(ranks, options, tmp_path):
 
 
 def test_the_bench_gives_each_row_what_its_name_says(tmp_path, monkeypatch):
-    """Prefetch is off in one row only, NS has the same batches in all, and a turn leaves no broadcast in flight."""
+    """NS has the same batches in all rows, and a turn leaves no broadcast in flight."""
     monkeypatch.setitem(ns.BATCH_NUMEL, "cpu", 4 * 32 * 32)
-    seen, sizes = {}, collections.defaultdict(set)
+    sizes = collections.defaultdict(set)
     step, turn, original = train_gpt.BenchRow.step, train_gpt.BenchRow.turn, ns.orthogonalise
 
     def watched_step(row):
         sizes["now"] = sizes[row.name]
-        moments = step(row)
-        seen[row.name] = hooks.DedicatedModel.prefetch
-        return moments
+        return step(row)
 
     def watched_turn(row):
         turn(row)
@@ -6686,10 +6685,9 @@ def test_the_bench_gives_each_row_what_its_name_says(tmp_path, monkeypatch):
     def law(rank):
         tiny = ["--bench", "--bench_model=32,2,16,1", "--steps=1", "--device=cpu", "--replicate=2"]
         train_gpt.main([*tiny, f"--out={tmp_path}"])
-        return seen, {name: max(found) for name, found in sizes.items() if found}
+        return {name: max(found) for name, found in sizes.items() if found}
 
-    for flags, batched in run(2, law):
-        assert {name for name, prefetch in flags.items() if not prefetch} == {"DMuon Z3, no prefetch"}
+    for batched in run(2, law):
         assert set(batched.values()) == {4} and "naive Muon Z3" in batched
 
 
@@ -6746,8 +6744,14 @@ def test_verify_compares_the_layout_with_one_process(ranks, options, tmp_path):
 
 def scale_gradients(scale: float) -> None:
     original = dmuon.clip_grad_norm_
-    dmuon.clip_grad_norm_ = lambda model, *args: (
-        original(model, *args), [local(p.grad).mul_(scale) for p in dmuon.owned_params(model).values()])[0]
+
+    def clip(model, max_norm):
+        norm = original(model, max_norm)
+        for p in dmuon.owned_params(model).values() if hasattr(model, "_dmuon") else []:
+            local(p.grad).mul_(scale)
+        return norm
+
+    dmuon.clip_grad_norm_ = clip
 
 
 def scale_averages(scale: float) -> None:

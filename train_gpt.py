@@ -778,10 +778,9 @@ def forward_backward(model: GPT, micro_batches: Iterator, args: Settings) -> Ten
 
 
 def first_not_finite(model: GPT) -> str:
-    """A parameter whose gradient is not finite, the first one of the first rank that has such."""
-    bad = [name for name, p in model.named_parameters()
-           if p.grad is not None and not local(p.grad).isfinite().all()]
-    return next((name for of_rank in gathered(bad) for name in of_rank), "no gradient")
+    """The first parameter whose gradient is not finite; the loss may not be, and all of them."""
+    norms = dmuon.grad_norms(model)
+    return next((name for name, norm in norms.items() if not norm.isfinite()), "no gradient")
 
 
 @contextmanager

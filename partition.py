@@ -13,8 +13,7 @@ the code as here:
    broadcasts of one layer leave from different ranks. With R replicas (HSDP, hsdp.py) slot s + G r
    is rank s of row r; the rule goes by shard columns first, because a row broadcasts from columns.
 4. Exchanges. The fullest slot and another swap what they own of one layer, while both end below its
-   load; rule 3 holds on. LPT alone leaves the fullest of 8 slots 8 % above the mean for GPT-2, with
-   the exchanges it has the mean.
+   load; rule 3 holds on. LPT alone leaves the fullest of 8 slots 8 % above the mean for GPT-2.
 
 GPT-2 on 4 slots. A cell says in how many layers the slot owns the row's matrix:
 
@@ -25,11 +24,13 @@ GPT-2 on 4 slots. A cell says in how many layers the slot owns the row's matrix:
     layers.*.attn.o 768x768       .           6*          .           6
     layers.*.mlp.up 3072x768      6*          .           6           .
     layers.*.mlp.down 768x3072    .           6*          .           6
+    load, percent of the mean     100         100         100         100
+                                  ##########  ##########  ##########  ##########
 
-Nothing here but names and shapes: the same on every rank, no process group, no torch, Llama-3-405B
-on 1,024 slots in half a second. `choose_matrices`, lower down, says which parameters of a model are
-such matrices; the planner at the end what a known model costs on any mesh (`--help`).
-`newton_schulz.py` comes before this file, `hooks.py` after it.
+Nothing here but names and shapes, no process group, no torch: the same on every rank.
+`choose_matrices`, lower down, says which parameters of a model are such matrices; the planner at
+the end what a known model costs on any mesh. `newton_schulz.py` comes before this file, `hooks.py`
+after it.
 
     $ python partition.py
     gpt2 on 8 ranks, a slot each: in how many layers does it own the matrix?
@@ -306,13 +307,12 @@ def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str,
                              "hook_boundary_predicate that is true for its layer, or "
                              f"hook_boundary_strict=False to let '{clean(path)}' be its own "
                              "boundary")
-        boundary = path if boundary is None else boundary
-        module = modules[boundary]
-        if not _has_forward(module):
+        module = modules[path if boundary is None else boundary]
+        if boundary is not None and not _has_forward(module):
             raise ValueError(f"hook_boundary_predicate is true for '{boundary}', a "
                              f"{type(module).__name__} without a forward: its hooks would never "
                              "run; choose the modules in it, or the one around it")
-        found.setdefault(module, boundary)
+        found.setdefault(module, path if boundary is None else boundary)
     if len(found) > 1:
         names = " and ".join(f"'{clean(f'{path}.{name}')}'" for path, name in places)
         raise ValueError("dedicate_params: one parameter is tied across hook boundaries, as "

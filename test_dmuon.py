@@ -3944,6 +3944,39 @@ def test_ranks_that_disagree_raise_instead_of_hanging(case):
     assert run(2, law) == [True, True]
 
 
+@pytest.mark.parametrize("layout", ["1", "4", "2x2", "2 tp2"])
+def test_a_model_without_owners_is_clipped_like_one_process(layout, spread):
+    """FSDP2 alone, also with tensor parallelism, and a plain model: one rule for norms of all."""
+
+    def law(rank):
+        tp = tp_size(layout)
+        model, (mesh, tp_mesh) = net(), meshes(layout)
+        for layer in model.layers if tp > 1 else []:
+            plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+            parallelize_module(layer.maps, tp_mesh, plan)
+        if layout != "1":
+            fully_shard(model, mesh=mesh)
+        ranks = dist.get_world_size() // tp
+        loss_of(model, batches(ranks, 1)[0][rank // tp]).backward()
+        norms = {order: dmuon.clip_grad_norm_(model, math.inf, order) for order in (1.0, 2.0, math.inf)}
+        dmuon.clip_grad_norm_(model, norms[2.0].item() / 2)
+        return norms, dmuon.clip_grad_norm_(model, math.inf)
+
+    def one(rank):
+        model = net()
+        steps = batches(prod(LAYOUTS[layout].values()) // tp_size(layout), 1)[0]
+        sum(loss_of(model, batch) for batch in steps).div(len(steps)).backward()
+        gradients = [p.grad for p in model.parameters()]
+        return {order: nn.utils.get_total_norm(gradients, order) for order in (1.0, 2.0, math.inf)}
+
+    expected, = run(1, one)
+    for norms, clipped in run(prod(LAYOUTS[layout].values()), law):
+        for order, norm in norms.items():
+            torch.testing.assert_close(norm, expected[order], rtol=1e-10, atol=0)
+        torch.testing.assert_close(clipped, expected[2.0] / 2, rtol=1e-5, atol=0)
+
+
+
 REFUSED_OPTIMIZERS = {
     "lr": ({"lr": -1.0}, "lr must be >= 0, not -1.0"), "nan": ({"lr": math.nan}, "lr must be"),
     "momentum": ({"momentum": 1.0}, r"momentum must be in \[0, 1\), not 1.0"),
@@ -3962,7 +3995,7 @@ def test_a_wrong_optimizer_is_refused():
         model = net()
         with pytest.raises(ValueError, match="Net has no dedicated parameters; call dmuon.dedicate_params first"):
             dmuon.Muon(model)
-        for ask in (dmuon.owners, dmuon.owned_params, dmuon.ownership_table, lambda m: dmuon.clip_grad_norm_(m, 1.0)):
+        for ask in (dmuon.owners, dmuon.owned_params, dmuon.ownership_table, lambda m: dmuon.no_sync(m).__enter__()):
             with pytest.raises(ValueError, match="call dmuon.dedicate_params first"):
                 ask(model)
         dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)))

@@ -7103,4 +7103,4 @@ def test_every_file_keeps_its_size_promise():
         documentation = ast.get_docstring(ast.parse("\n".join(lines)), clean=False)
         assert len(documentation.splitlines()) <= 40, name
     assert "@@" not in README
-    assert sum(tokens.values()) <= 27000
+    assert sum(tokens.values()) <= 36700

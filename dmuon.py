@@ -942,13 +942,17 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; expected 2.0, 1.0, infinity or another "
                          "positive order")
-    _to_rest(model, _dedicated(model))  # after an eval FSDP2's parameters may be whole
+    dedicated = _dedicated(model)
+    _to_rest(model, dedicated)  # after an eval FSDP2's parameters may be whole
     names, groups, norms = _names(model), _groups(model), []
+    ranks = math.prod(group.size() for group in groups)
+    owner_ranks = _place(dedicated.mesh)["tp"][1] if dedicated else 1  # that own a matrix together
     for p in names:
         part = torch.zeros((), dtype=torch.float64, device=p.device)
         if p.grad is not None and local(p.grad).numel():
             part = float64_norm(local(p.grad).reshape(-1, 1), norm_type).squeeze()
-            part = part / _copies(p, model, groups) ** (1 / norm_type)
+            copies = _copies(p.grad, owner_ranks if is_dedicated(p) else ranks)
+            part = part / copies ** (1 / norm_type)
         norms.append(part)
     norms = torch.stack(norms)
     for group in groups:  # no MAX reduce for the infinity norm: gloo's drops a NaN
@@ -958,16 +962,12 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     return dict(zip(names.values(), norms))
 
 
-def _copies(p: nn.Parameter, model: nn.Module, groups: list[dist.ProcessGroup]) -> int:
-    """How many ranks hold the same part of p's gradient, and so count it."""
-    copies = math.prod(group.size() for group in groups)
-    if is_dedicated(p):  # its owner alone has a gradient
-        mesh = _dedicated(model).mesh
-        copies //= mesh.num_shards * mesh.num_replicas
-    if isinstance(p.grad, DTensor):
-        for size, placement in zip(p.grad.device_mesh.shape, p.grad.placements):
-            copies //= 1 if placement.is_replicate() else size
-    return copies
+def _copies(gradient: Tensor, ranks: int) -> int:
+    """How many of the ranks that have a part of the gradient have the same part, and count it."""
+    if isinstance(gradient, DTensor):
+        for size, placement in zip(gradient.device_mesh.shape, gradient.placements):
+            ranks //= 1 if placement.is_replicate() else size
+    return ranks
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -1241,10 +1241,10 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     dedicated, path, group = _dedicated(model), _local_path(path), _mesh_group(model)
     with together("load_checkpoint", group) as said:
         device = _parameters_device(model)
+        weights, shapes = _model_entries(model)
         if dedicated and dedicated.unreduced:
             raise ValueError("load_checkpoint: gradients of no_sync wait for a backward outside of "
                              "it; they would be added to the next ones")
-        weights, shapes = _model_entries(model)
         names = _names(model)
         folder, saved, reasons = _find_checkpoint(path)
         said.append(str(folder and folder.resolve()))
@@ -1590,7 +1590,8 @@ def _check_names(folder: Path, saved: dict, ours: dict[str, tuple],
     for name, entry in saved.items():
         if name.startswith("model.") and "_extra_state" not in name:
             name = name.removeprefix("model.")
-            theirs[name] = ours.get(name) if name in of_any_shape else tuple(entry.size)
+            is_free = name in of_any_shape and name in ours
+            theirs[name] = ours[name] if is_free else tuple(entry.size)
     problems = [f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, "
                 f"{ours.get(name, 'nothing')} in the model"
                 for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]

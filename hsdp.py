@@ -95,10 +95,10 @@ class ReplicaMesh(ShardMesh):
     def finish_replicate_broadcasts(self, params: Iterable[DedicatedParam]) -> None:
         """Wait for those that carry one of these matrices."""
         wanted = {*params}
-        due = [each for each in self.arriving if not wanted.isdisjoint(each.params)]
-        self.arriving = [each for each in self.arriving if each not in due]
-        for broadcast in due:
-            broadcast.finish()
+        for broadcast in [*self.arriving]:
+            if not wanted.isdisjoint(broadcast.params):
+                self.arriving.remove(broadcast)
+                broadcast.finish()
 
     @torch.no_grad()
     def copy_to_replicas(self, params: Iterable[DedicatedParam]) -> None:

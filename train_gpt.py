@@ -874,7 +874,7 @@ def on_rank_0(function: Callable[[], object]) -> object:
     if dist.get_rank() == 0:
         try:
             outcome = [function()]
-        except (OSError, ValueError) as error:
+        except Exception as error:
             outcome = [error]
     dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], Exception):

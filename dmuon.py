@@ -932,8 +932,9 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
         norm_type: order of the norms: 2.0, 1.0, infinity or any other positive number.
 
     Returns:
-        0-d float64 tensors, 0 for a parameter without a gradient. `clip_grad_norm_` scales by the
-        norm of these norms.
+        0-d float64 tensors, 0 for a parameter without a gradient; of a gradient that nobody
+        averages (`ignored_params`) the mean over the ranks. `clip_grad_norm_` scales by the norm of
+        these norms.
 
     Raises:
         ValueError: a norm_type that is not positive.
@@ -944,7 +945,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
                          "positive order")
     dedicated = _dedicated(model)
     _to_rest(model, dedicated)  # after an eval FSDP2's parameters may be whole
-    names, groups, norms = _names(model), _groups(model), []
+    names, norms, (groups, _) = _names(model), [], _groups(model)
     ranks = math.prod(group.size() for group in groups)
     owner_ranks = _place(dedicated.mesh)["tp"][1] if dedicated else 1  # that own a matrix together
     for p in names:
@@ -970,13 +971,14 @@ def _copies(gradient: Tensor, ranks: int) -> int:
     return ranks
 
 
-def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Of every dimension of a model's mesh, for what all its ranks compute together."""
+def _groups(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:
+    """For what all ranks of a model compute together: a group a dimension, and their device."""
     dedicated = _dedicated(model)
     if dedicated:
-        return dedicated.mesh.groups()
+        return dedicated.mesh.groups(), dedicated.mesh.device
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    return [*dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())]
+    groups = dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())
+    return [*groups], mesh_device(next(iter(meshes))) if meshes else CPU
 
 
 # ------------------------------------------------------------------------------------ state dicts
@@ -1135,6 +1137,8 @@ def full_state_dict(model: nn.Module, cpu_offload: bool = True,
             if keeps:
                 device = CPU if cpu_offload else value.device
                 state[key] = value.detach().to(device, copy=True)
+    for key in [*state]:  # all, to keep their order
+        state[clean(key)] = state.pop(key)
     return state if keeps else {}
 
 
@@ -1195,16 +1199,14 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
             names = _names(model)
             placements, alike = _check_state(optimizer, names)
             said += alike
+            state = {"model": weights, "step": step, "groups": _options(optimizer, names),
+                     "optimizer": {names[p]: values for p, values in optimizer.state.items()}}
+            if placements:
+                state["placements"] = (placements,)  # in a tuple, which dcp saves as one object
             if is_first:
                 _open_folder(part, shapes, {clean(name) for name, _ in model.named_buffers()})
-        state = {
-            "model": weights, "step": step, "groups": _options(optimizer, names),
-            "optimizer": {names[p]: values for p, values in optimizer.state.items()},
-            "rng": {name: torch.stack(gather_objects(own, group))
-                    for name, own in _random_states(device).items()},
-        }
-        if placements:
-            state["placements"] = (placements,)  # in a tuple, which dcp saves as one object
+        state["rng"] = {name: torch.stack(gather_objects(own, group))
+                        for name, own in _random_states(device).items()}
         _call_dcp(dcp.save, state, part, group)
         with together("save_checkpoint", group):
             if is_first:
@@ -1248,9 +1250,10 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         names = _names(model)
         folder, saved, reasons = _find_checkpoint(path)
         said.append(str(folder and folder.resolve()))
-        if folder is None:
-            raise FileNotFoundError("load_checkpoint: " + "; ".join(reasons))
-        _check_names(folder, saved, shapes)
+        if folder:
+            _check_names(folder, saved, shapes)
+    if folder is None:
+        raise FileNotFoundError("load_checkpoint: " + "; ".join(reasons))
     for reason in reasons if group.rank() == 0 else []:
         logging.getLogger("dmuon").warning("skipped: %s", reason)
 
@@ -1297,7 +1300,7 @@ def _mesh_group(model: nn.Module) -> dist.ProcessGroup:
     dcp sends objects, which NCCL would copy to the device first.
     """
     if model not in _mesh_groups:
-        groups = _groups(model)
+        groups, device = _groups(model)
         ranks = sorted(union([dist.get_rank()], groups))
         is_plain = not groups and _dedicated(model) is None
         # private: what torch's object collectives go by
@@ -1305,7 +1308,7 @@ def _mesh_group(model: nn.Module) -> dist.ProcessGroup:
         if sends_cpu_tensors and (is_plain or len(ranks) == dist.get_world_size()):
             _mesh_groups[model] = dist.group.WORLD
         else:
-            equalise_group_counts(groups, _parameters_device(model))
+            equalise_group_counts(groups, device)
             _mesh_groups[model] = dist.new_group(ranks, backend="gloo",
                                                  use_local_synchronization=True)
     return _mesh_groups[model]

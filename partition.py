@@ -282,37 +282,37 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward.__name__ != "_forward_unimplemented"
 
 
-def _lowest_boundaries(modules: dict[str, nn.Module],
-                       is_boundary: Callable | None) -> dict[str, str | None]:
-    """By a module's path, that of the lowest hook boundary around it, or None."""
-    lowest = {}
-    for path, module in modules.items():  # from the top: a module comes before what it contains
+def _find_boundary(path: str, modules: dict[str, nn.Module],
+                   is_boundary: Callable | None) -> str | None:
+    """The path of the lowest hook boundary around a module, or None."""
+    while True:
+        module = modules[path]
         if is_boundary is None:
-            is_one = LAYER_NAME.search(clean(path)) and _has_forward(module)
+            found = LAYER_NAME.search(clean(path)) and _has_forward(module)
         else:
-            is_one = is_boundary(module)
-        around = lowest[path.rpartition(".")[0]] if path else None
-        lowest[path] = path if is_one else around
-    return lowest
+            found = is_boundary(module)
+        if found and not _has_forward(module):
+            raise ValueError(f"hook_boundary_predicate is true for '{path}', a "
+                             f"{type(module).__name__} without a forward: its hooks would never "
+                             "run; choose the modules in it, or the one around it")
+        if found or not path:
+            return path if found else None
+        path = path.rpartition(".")[0]
 
 
 def _common_boundary(fqn: str, places: list[tuple[str, str]], modules: dict[str, nn.Module],
-                     lowest: dict[str, str | None], strict: bool) -> str:
+                     is_boundary: Callable | None, strict: bool) -> str:
     """The path of the one boundary around all places that hold this parameter."""
     found = {}  # boundary module -> its path
     for path, _ in places:
-        boundary = lowest[path]
+        boundary = _find_boundary(path, modules, is_boundary)
         if boundary is None and strict:
             raise ValueError(f"dedicate_params: no hook boundary around '{fqn}'. Pass a "
                              "hook_boundary_predicate that is true for its layer, or "
                              f"hook_boundary_strict=False to let '{clean(path)}' be its own "
                              "boundary")
-        module = modules[path if boundary is None else boundary]
-        if boundary is not None and not _has_forward(module):
-            raise ValueError(f"hook_boundary_predicate is true for '{boundary}', a "
-                             f"{type(module).__name__} without a forward: its hooks would never "
-                             "run; choose the modules in it, or the one around it")
-        found.setdefault(module, path if boundary is None else boundary)
+        boundary = path if boundary is None else boundary
+        found.setdefault(modules[boundary], boundary)
     if len(found) > 1:
         names = " and ".join(f"'{clean(f'{path}.{name}')}'" for path, name in places)
         raise ValueError("dedicate_params: one parameter is tied across hook boundaries, as "
@@ -358,7 +358,6 @@ def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: C
     and names a parameter that is no matrix, has no boundary or is tied across two.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    lowest = _lowest_boundaries(modules, is_boundary)
     held: dict[nn.Parameter, list[tuple[str, str]]] = {}  # its (module path, attribute name)s
     for path, module in modules.items():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -371,13 +370,13 @@ def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: C
         if usual:
             candidates.append(fqn)
         if predicate is None:
-            chosen = usual and lowest[path] is not None
+            chosen = usual and _find_boundary(path, modules, is_boundary) is not None
         else:
             chosen = predicate(fqn, parameter)
         if not chosen or not parameter.requires_grad:
             continue  # a frozen parameter stays with FSDP2
         _check_matrix(fqn, parameter, modules[path])
-        boundary = _common_boundary(fqn, places, modules, lowest, strict)
+        boundary = _common_boundary(fqn, places, modules, is_boundary, strict)
         holders = [*dict.fromkeys((modules[p], n) for p, n in places)]
         matrices.append(Matrix(fqn, parameter, holders, modules[boundary], clean(boundary)))
     if not matrices:

@@ -2969,6 +2969,34 @@ def test_weights_written_to_before_they_have_arrived_are_refused(layout, spread)
     assert run(4, law) == [True] * 4
 
 
+def test_a_refused_broadcast_keeps_no_other_from_arriving(spread):
+    """After the error for a matrix that a replica has written to, all others have their new weights."""
+
+    def law(rank):
+        model = shard(net(), layout="2x2")
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        loss_of(model, batches(4, 1)[0][rank]).backward()
+        optimizer.step()
+        own = dmuon.owned_params(model)
+        held = {n: p for n, p in model.named_parameters() if n in dmuon.owners(model) and p.numel()}
+        peers = [n for n in held if n not in own]
+        with torch.no_grad():
+            held[peers[0]].mul_(2)
+        with pytest.raises(RuntimeError, match="was written to while"):
+            model.state_dict()
+        model.state_dict()
+        dist.barrier()
+        spoilt = [None] * 4
+        dist.all_gather_object(spoilt, peers[0])
+        return {n: p.detach() for n, p in held.items() if n not in spoilt}
+
+    results = run(4, law)
+    for column in (0, 1):
+        one, other = results[column], results[column + 2]
+        assert one.keys() == other.keys() and len(one) > 1
+        assert all(torch.equal(one[n], other[n]) for n in one)
+
+
 def test_a_step_before_any_forward_reaches_the_replicas(spread):
     """Gradients set by hand, one step, then a forward: the same output on every rank, as in one process."""
 
@@ -6009,6 +6037,34 @@ def test_a_full_state_dict_is_a_plain_models_in_every_respect(layout, spread, tm
         return plain.load_state_dict(full) == ([], []) and full._metadata.keys() >= expected._metadata.keys() - {""}
 
     assert all(run(prod(LAYOUTS[layout].values()), law))
+
+
+def test_the_full_state_dict_of_a_wrapped_model_has_no_wrappers_names():
+    """`torch.compile(model)` and a module around the model: names as in `owners`, below a prefix."""
+
+    def law(rank):
+        model = shard(net())
+        full = dmuon.full_state_dict(torch.compile(model), rank0_only=False)
+        outer = dmuon.full_state_dict(nn.ModuleDict({"net": model}), rank0_only=False)
+        return [*full], [*outer]
+
+    for full, outer in run(2, law):
+        assert full == [*net().state_dict()] and outer == [f"net.{name}" for name in full]
+
+
+def test_what_one_rank_cannot_name_is_refused_on_all(tmp_path):
+    """An optimizer with a parameter that is not the model's, on one rank: nobody waits for it."""
+
+    def law(rank):
+        model = shard(net())
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        if rank == 1:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(RuntimeError, match="save_checkpoint: cannot write"):
+            dmuon.save_checkpoint(tmp_path, model, optimizer, 1)
+        return True
+
+    assert run(2, law, timeout_s=25) == [True] * 2
 
 
 class Stage(nn.Module):

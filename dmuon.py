@@ -1190,7 +1190,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
         raise ValueError(f"save_checkpoint: step {step}, keep {keep}; expected step >= 0, and keep "
                          ">= 1 or None")
     final, group = _local_path(folder) / f"step_{step:08d}", _mesh_group(model)
-    part, is_first = final.with_suffix(".part"), group.rank() == 0
+    part, is_first, has_opened = final.with_suffix(".part"), group.rank() == 0, False
     try:
         with together("save_checkpoint", group) as said:
             said.append(str(final.resolve()))
@@ -1205,6 +1205,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
                 state["placements"] = (placements,)  # in a tuple, which dcp saves as one object
             if is_first:
                 _open_folder(part, shapes, {clean(name) for name, _ in model.named_buffers()})
+                has_opened = True
         state["rng"] = {name: torch.stack(gather_objects(own, group))
                         for name, own in _random_states(device).items()}
         _call_dcp(dcp.save, state, part, group)
@@ -1213,7 +1214,7 @@ def save_checkpoint(folder: str | Path, model: nn.Module, optimizer: torch.optim
                 _entries(part)  # on a disk that the ranks do not share the others' are missing
                 _put_in_place(part, final, keep)
     except Exception as error:
-        if is_first:
+        if has_opened:  # else it is another mesh's, which writes there now
             shutil.rmtree(part, ignore_errors=True)  # a full disk has room again
         raise RuntimeError(f"save_checkpoint: cannot write '{final}' ({error}); earlier ones are "
                            "intact") from error

@@ -369,6 +369,13 @@ class PackedBuffer:
                 p.full.register_post_accumulate_grad_hook(partial(on_gradient, p.fqn))
         self.flat.untyped_storage().resize_(0)
 
+    def trainable(self) -> list[DedicatedParam]:
+        """What a reduce is for: the matrices that are not frozen."""
+        for p in self.params:
+            if not p.full.requires_grad:
+                p.waiting = None  # frozen since a micro-batch under `no_sync`
+        return [p for p in self.params if p.full.requires_grad]
+
 
 class Landing:
     """Broadcasts on their way into a tensor beside the packed buffers that they are for.
@@ -476,15 +483,6 @@ class Boundary:
         for buffer in self.buffers:
             buffer.flat.untyped_storage().resize_(0)
         self.state = BufferState.EMPTY
-
-    def trainable(self) -> list[tuple[PackedBuffer, list[DedicatedParam]]]:
-        """What a reduce is for: the buffers and those of their matrices that are not frozen."""
-        for p in self.params:
-            if p.full is not None and not p.full.requires_grad:
-                p.waiting = None  # frozen since a micro-batch under `no_sync`
-        pairs = [(buffer, [p for p in buffer.params if p.full.requires_grad])
-                 for buffer in self.buffers]
-        return [(buffer, params) for buffer, params in pairs if params]
 
 
 # --------------------------------------------------------------------------- forwards and backwards
@@ -632,15 +630,15 @@ class Backward:
 
     def _reduce(self, boundary: Boundary) -> None:
         """Packed gradients of two boundaries live at most: the last but one ends before."""
-        trainable = boundary.trainable()
-        if not trainable:
+        trainable = {buffer: buffer.trainable() for buffer in boundary.buffers}
+        if not any(trainable.values()):
             return
         while len(self.in_flight) > 1:
             self._finish_reduces()
         with record_function(f"dmuon.reduce {boundary.name}"):
             start_reduce = self.model.mesh.start_reduce
             self.in_flight.append([start_reduce(params, buffer.reduce_dtype)
-                                   for buffer, params in trainable])
+                                   for buffer, params in trainable.items() if params])
         for reduction in itertools.chain(*self.in_flight[:-1]):
             reduction.start_stage_two()
 

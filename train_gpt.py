@@ -1098,8 +1098,8 @@ def verify(corpus: Corpus, mesh: DeviceMesh, args: Settings, log: Log) -> None:
                 continue
             ours, theirs = (dict(gradient=x.grad, weight=x.detach(), **of.state.get(x, {}))
                             for x, of in ((p, optimizer), (q, plain_optimizer)))
-            for kind in theirs.keys() - {"step"}:
-                if ours.get(kind) is not None:
+            for kind in theirs:  # in one order on all ranks, because `whole` is a collective
+                if kind != "step" and ours.get(kind) is not None:
                     difference = (whole(ours[kind]) - theirs[kind]).abs().max().item()
                     family = "Muon" if is_matrix(name, p) else "AdamW"
                     found.append((family, kind, name, difference))

@@ -1,4 +1,4 @@
-"""DMuon: the public API. `import dmuon`, three calls, and FSDP2 trains with Muon.
+"""DMuon: the public API. `import dmuon`, two calls of it, and FSDP2 trains with Muon.
 
 Before this file: newton_schulz.py, partition.py, hooks.py, hsdp.py. After it: train_gpt.py, which
 uses it.
@@ -596,7 +596,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: "match_rms_adamw" (0.2 sqrt(max(m, n)), Moonlight) or "original"
             (sqrt(max(1, m / n)), Jordan; None is the same, as in torch).
         ns_backend: "gram" or "direct"; the same result, "gram" needs fewer FLOPs on long matrices.
-            A matrix that tensor parallelism has cut takes neither: see
+            It is not asked for a matrix that tensor parallelism has cut: see
             `newton_schulz.tensor_parallel_newton_schulz`.
         ns_steps: iterations; with a list of triples as coefficients, its length.
         ns_coefficients: one triple (a, b, c) or one per iteration.

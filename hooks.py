@@ -5,17 +5,18 @@ the mesh adds to the classes below. Here the mesh has one dimension.
 
 A hook boundary is a module, usually one transformer layer. Its matrices of one owner (and dtype)
 share a packed buffer: a flat tensor whose views are the full parameters. Between steps the buffer
-has no storage. The numbers of its life are those of the comments below:
+has no storage. The steps of its life have the numbers of the comments below:
 
   1 fill     the owner copies its weights into a landing tensor beside the buffer; an asynchronous
              broadcast fills the landing tensors of the other ranks
   2 view     the rank waits for the broadcast, the buffer's storage comes back and takes the bytes
              over, the landing tensor goes; the modules hold the buffer's views
-  3 compute  the forward runs, while the next boundary's broadcast is in flight (prefetch)
-  4 free     Z3: the storage goes. Z2: it stays for the backward
+  3 compute  the forward runs, while the next boundary's broadcast is in flight (prefetch, from the
+             second forward on, in the order of the first)
+  4 free     Z3: the storage goes. Z2: it stays for the backward. The modules hold `owned` again
   5 refill   Z3, before the boundary's backward: 1 and 2 again; what autograd saved is valid again
   6 compute  the backward runs, while the previous boundary's broadcast is in flight
-  7 free     the backward has come to what ran before the boundary: the storage goes
+  7 free     the backward is over with the boundary: the storage goes
   8 reduce   the gradients are packed into another flat tensor and averaged at the owner; before
              that the rank waits for the reduce of two boundaries ago, whose tensor goes
 
@@ -194,7 +195,7 @@ class DedicatedParam:
 
         what a module's `weight` is     on the owner                    on other ranks
         between steps                   `owned`: the whole matrix       `owned`: a placeholder
-        in forward and backward         `full`: a view of the packed buffer, on every rank
+        while its boundary runs         `full`: a view of the packed buffer, on every rank
         `owned.grad` after a backward   the average over the ranks      None
 
     `owned` is what optimizers hold. On the owner it has the parameter's own dtype, elsewhere it has
@@ -341,13 +342,13 @@ class Reduce:
 class BufferState(Enum):
     """Where the bytes of a boundary's packed buffers are. They change state together."""
 
-    EMPTY = auto()  # no storage; the matrices exist at their owners only
+    EMPTY = auto()  # no storage; the matrices exist as owned data only
     IN_FLIGHT = auto()  # no storage yet; the broadcast into the landing tensor must be waited for
     FULL = auto()  # storage holds the full matrices; `hide` may have taken them from the modules
 
 
 class PackedBuffer:
-    """One flat buffer for a boundary's matrices of one owner and dtype; one broadcast fills it.
+    """One flat buffer for a boundary's matrices of one source and dtype; one broadcast fills it.
 
     Their gradients are packed alike, those of the frozen left out, but into another tensor.
 
@@ -540,7 +541,8 @@ class Backward:
         """
         while end is not None and end < self._next_start():
             self._close()
-        is_over = end is not None and boundary in self.closed  # its output was its input
+        # It is over already where an output of its call was an input, too
+        is_over = end is not None and boundary in self.closed
         if is_over or boundary in self.unsharded:
             return
         self.unsharded.add(boundary)
@@ -613,7 +615,8 @@ class Backward:
     def _close(self) -> None:
         """7 free and 8 reduce: the next boundary of the list is over.
 
-        First come the broadcasts that a rank which came to every earlier moment would have issued.
+        First come the broadcasts that another rank, whose backward came to the outputs of all
+        later calls, has issued by now.
         """
         boundary, start = self.reduces[len(self.closed)], self._next_start()
         self.closed.add(boundary)
@@ -652,11 +655,12 @@ class DedicatedModel:
 
         what changes                   from                         to
         forward_root, calls, graph     the outermost call's start   its end, or the next one's start
-        expected                       a forward's end              the next forward's end
-        records, clock                 a forward with a graph       a backward has used the graph up
+        expected                       a forward's start            the next forward's start
+        records                        a forward with a graph       a backward has used the graph up
         spent                          a backward's end             the next forward with a graph
         backward                       its first hook               its end, also after an exception
-        syncs is False, unreduced      `no_sync`                    a backward outside of it
+        syncs is False                 `no_sync` is entered         it is left
+        unreduced                      a backward in `no_sync`      a backward outside of it
         resident (in Z2)               a backward in `no_sync`      one outside, or new weights
 
     Args:

@@ -1,6 +1,4 @@
-"""What does a second mesh dimension change? Every owner gets replicas.
-
-For them one more average comes in, and one broadcast goes out.
+"""What does a second mesh dimension change? Owners get replicas: one average, one broadcast more.
 
 Before this file: hooks.py, whose `ShardMesh` and `Reduce` are the case of one dimension. After it:
 dmuon.py.
@@ -11,14 +9,16 @@ r. The ranks of the owner's shard column hold owned data too, because each row b
 own rank of that column; only the owner keeps a gradient and a momentum, and runs Newton-Schulz
 (NS). On a 2 x 4 mesh, for up_proj with owner slot 6:
 
-               shard 0      shard 1      shard 2      shard 3      1 stage one: the average
-            +------------+------------+------------+------------+    along each row
-replicate 0 |     0 -----|-----1 -----|--> 2 HOLDS <------ 3    |  2 stage two: the average
-            +------------+------------+-----|--^---+------------+    down the column
-            |            |            |   2 |  | 3 |            |  3 replicate broadcast,
-            +------------+------------+-----v--|---+------------+    after the step
-replicate 1 |     4 -----|-----5 -----|--> 6 OWNS  <------ 7    |  a cell is a rank, and
-            +------------+------------+------------+------------+    its slot
+              shard 0      shard 1      shard 2      shard 3
+           +------------+------------+------------+------------+  1 stage one: the average
+ replicate | rank 0  -1-|-> rank 1 -1|-> rank 2 <-|-1-  rank 3 |    along each row
+     0     |            |            |   HOLDS    |            |  2 stage two: the average
+           +------------+------------+---|----^---+------------+    down the column
+                                       2 |    | 3                 3 replicate broadcast,
+           +------------+------------+---v----|---+------------+    after the step
+ replicate | rank 4  -1-|-> rank 5 -1|-> rank 6 <-|-1-  rank 7 |  on a whole mesh a rank's
+     1     |            |            |    OWNS    |            |  number is its slot
+           +------------+------------+------------+------------+
 
 1. Stage-one reduce: the average over the shard group arrives at the row's rank of the owner's
    column (one collective, not a chain: every rank of the row has a gradient).

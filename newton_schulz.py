@@ -249,7 +249,7 @@ def batches(parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]) ->
 
 def orthogonalise(
     updates: Sequence[Tensor],  # of `equal_shapes`: [(768, 3072), ...], also DTensors on a 1-D mesh
-    backend: str,  # "gram" or "direct"; a matrix that tensor parallelism has cut takes neither
+    backend: str,  # "gram" or "direct"; not asked for a matrix that tensor parallelism has cut
     *options,  # of `newton_schulz`
     norm: Tensor | None = None,  # of a cut matrix
 ) -> Sequence[Tensor]:

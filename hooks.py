@@ -452,11 +452,11 @@ class Boundary:
         mesh.finish_replicate_broadcasts(self.params)
         if not self.buffers:
             self._build_buffers()
-        together: dict[object, list[PackedBuffer]] = {}
+        alike: dict[object, list[PackedBuffer]] = {}  # what lands together
         for buffer in self.buffers:
-            together.setdefault(buffer.flat.dtype if mesh.on_nccl else buffer, []).append(buffer)
+            alike.setdefault(buffer.flat.dtype if mesh.on_nccl else buffer, []).append(buffer)
         with record_function(f"dmuon.unshard {self.name}"):
-            self.landings = [Landing(buffers, mesh) for buffers in together.values()]
+            self.landings = [Landing(buffers, mesh) for buffers in alike.values()]
         self.state = BufferState.IN_FLIGHT
 
     def finish_unshard(self) -> None:

@@ -233,8 +233,8 @@ OPTIONS = {
         "sample_every": (0, number(int, 0), "steps between samples; 0: only at the end"),
         "log_every": (10, number(int, 1), "steps between printed lines"),
         "seed": (0, number(int, 0, 2**31), "of weights and batches"),
-        "profile": ("", str, "folder for torch.profiler's traces of steps 4 to 6, one a rank, for "
-                    "ui.perfetto.dev"),
+        "profile": ("", str, "folder for torch.profiler's traces, one a rank, from the third step's "
+                    "optimizer to the sixth's, for ui.perfetto.dev"),
         "dtype": ("auto", ("auto", *DTYPES), "bfloat16: compute, on float32 weights; auto: "
                   "float32, on CUDA bfloat16"),
         "device": ("auto", ("auto", "cpu", "cuda"), "auto: cuda if there is one"),
@@ -704,7 +704,7 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: Se
     report(model, corpus, args, log, done)  # a run that was killed may not have come to it
     last = None  # moments of the step before
     bar = tqdm(total=args.steps, initial=done, disable=not log.shows_bar, leave=False)
-    with bar, profiler(args, log, done) as trace:
+    with bar, profiler(optimizer, args, log, done):
         for step in range(done + 1, args.steps + 1):
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * multiplier(args, step - 1)
@@ -716,8 +716,6 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus, args: Se
                      milliseconds(*moments[:2]), milliseconds(*ended[1:]) if ended else 0.0)
             last = moments
             bar.update()
-            if trace:
-                trace.step()
             with phase(step, "checkpoint and evaluation"):
                 is_due = args.save_every and (step == args.steps or step % args.save_every == 0)
                 if stops or is_due:
@@ -806,19 +804,26 @@ def milliseconds(start, end) -> float:
     return 1000 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
-def profiler(args: Settings, log: "Log", done: int):
-    """torch.profiler on the fourth to sixth step of this run, if `--profile` asks for it."""
-    if args.profile and args.steps - done < 4:
-        log.print(f"--profile {args.profile}: nothing is traced; this run has less than four steps")
-    if not args.profile or args.steps - done < 4:
+def profiler(optimizer: torch.optim.Optimizer, args: Settings, log: "Log", done: int):
+    """torch.profiler on three steps of this run, if `--profile` asks for it.
+
+    It goes from one optimizer's step to another, where no collective is in flight: torch writes the
+    end of one that outlives the profiler into freed memory.
+    """
+    if not args.profile:
+        return nullcontext()
+    if args.steps - done < 6:
+        log.print(f"--profile {args.profile}: nothing is traced; this run has less than six steps")
         return nullcontext()
     try:
         os.makedirs(args.profile, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--profile {args.profile}: cannot write there: {error}") from error
     path = os.path.join(args.profile, f"rank{dist.get_rank()}.json")
-    return profile(schedule=schedule(wait=2, warmup=1, active=3, repeat=1),
-                   on_trace_ready=lambda trace: trace.export_chrome_trace(path))
+    trace = profile(schedule=schedule(wait=2, warmup=1, active=3, repeat=1),
+                    on_trace_ready=lambda trace: trace.export_chrome_trace(path))
+    optimizer.register_step_pre_hook(lambda *_: trace.step())
+    return trace
 
 
 def resume(model: GPT, optimizer: torch.optim.Optimizer, args: Settings, log: "Log") -> int:

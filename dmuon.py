@@ -45,7 +45,7 @@ from hooks import DedicatedModel, DedicatedParam, ShardMesh, equalise_group_coun
 from hooks import local, start_broadcast, wait
 from hsdp import ReplicaMesh
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
-from newton_schulz import adjusted_lr, batches, equal_shapes, float64_norm, gram_newton_schulz
+from newton_schulz import adjusted_lr, batches_by, equal_shapes, float64_norm, gram_newton_schulz
 from newton_schulz import muon_update, newton_schulz, orthogonalise, sums_grams
 from newton_schulz import tensor_parallel_norms
 from partition import assign_matrices, choose_matrices, clean, ownership_map, slot_coordinate
@@ -131,7 +131,7 @@ def _patch_grad_scaler() -> None:
                 by_dtype.setdefault(p.grad.dtype, []).append(local(p.grad))
         for gradients in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-        for group in mesh.groups():
+        for group in mesh.process_groups():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return {found.device: found}
 
@@ -549,7 +549,7 @@ def _unshard(dedicated: DedicatedModel | None, params: list[DedicatedParam]) -> 
     works, before = [], []
     if dedicated:
         dedicated.settle()
-        dedicated.finish_replicate_broadcasts()
+        dedicated.receive_new_weights()
     for p in params:
         p.adopt()
         p.mesh.copy_to_replicas([p])  # the owner alone may have been written to
@@ -570,7 +570,7 @@ def _unshard(dedicated: DedicatedModel | None, params: list[DedicatedParam]) -> 
             p.hold(resting)
             p.mesh.copy_to_replicas([p])
         if dedicated:
-            dedicated.invalidate()
+            dedicated.reshard()
 
 
 # --------------------------------------------------------------------------------------------- Muon
@@ -642,7 +642,7 @@ class Muon(torch.optim.Optimizer):
         self._replicate_async = replicate_async
         # Groups must not have whole parameters, which an eval or an error left there
         _to_rest(model, self._dedicated)
-        self._dedicated.invalidate()
+        self._dedicated.reshard()
         self._dedicated.adopt()
         self._muon_defaults = dict(
             lr=lr,
@@ -737,7 +737,7 @@ class Muon(torch.optim.Optimizer):
         for batch, group in owned:
             self._update(batch, group, norms.get(batch[0]))
         # 2. Their replicate peers
-        self._dedicated.start_replicate_broadcasts()
+        self._dedicated.send_new_weights()
         # 3. AdamW, pointed anew at the objects that `load_state_dict` replaces
         self._adamw.state = self.state
         self._adamw.param_groups = []
@@ -745,9 +745,9 @@ class Muon(torch.optim.Optimizer):
             if group["family"] == "adamw":
                 self._adamw.param_groups += _foreach_groups(group)
         self._adamw.step()
-        self._dedicated.invalidate()
+        self._dedicated.reshard()
         if not self._replicate_async:
-            self._dedicated.finish_replicate_broadcasts()
+            self._dedicated.receive_new_weights()
         return loss
 
     def _momentum(self, p: nn.Parameter) -> Tensor:
@@ -849,7 +849,7 @@ def _foreach_groups(group: dict) -> list[dict]:
         return [group]
     # On a CPU foreach rounds the betas to the weights' dtype
     precise = lambda p: p.is_cuda or p.dtype.itemsize >= 4
-    parts = batches(group["params"], lambda p: (getattr(p, "device_mesh", None), precise(p)))
+    parts = batches_by(group["params"], lambda p: (getattr(p, "device_mesh", None), precise(p)))
     lr = float(group["lr"])
     return [{**group, "lr": lr, "foreach": precise(part[0]), "params": part} for part in parts]
 
@@ -945,7 +945,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
                          "positive order")
     dedicated = _dedicated(model)
     _to_rest(model, dedicated)  # after an eval FSDP2's parameters may be whole
-    names, norms, (groups, _) = _names(model), [], _groups(model)
+    names, norms, (groups, _) = _names(model), [], _process_groups(model)
     ranks = math.prod(group.size() for group in groups)
     owner_ranks = _place(dedicated.mesh)["tp"][1] if dedicated else 1  # that own a matrix together
     for p in names:
@@ -971,11 +971,11 @@ def _copies(gradient: Tensor, ranks: int) -> int:
     return ranks
 
 
-def _groups(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:
+def _process_groups(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:
     """For what all ranks of a model compute together: a group a dimension, and their device."""
     dedicated = _dedicated(model)
     if dedicated:
-        return dedicated.mesh.groups(), dedicated.mesh.device
+        return dedicated.mesh.process_groups(), dedicated.mesh.device
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     groups = dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())
     return [*groups], mesh_device(next(iter(meshes))) if meshes else CPU
@@ -991,7 +991,7 @@ def _to_rest(model: nn.Module, dedicated: DedicatedModel | None) -> None:
     """
     if dedicated:
         dedicated.settle()
-        dedicated.finish_replicate_broadcasts()
+        dedicated.receive_new_weights()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -1026,7 +1026,7 @@ class _StateDicts:
             # Private: all of torch.distributed.checkpoint.state_dict asks it before anything else
             module._fqn_modifiers = _refuse_state_dict_helpers
             module.set_gradient_divide_factor = _refuse_divide_factor  # FSDP2's is for its half
-            module.register_state_dict_pre_hook(dedicated.finish_replicate_broadcasts)
+            module.register_state_dict_pre_hook(dedicated.receive_new_weights)
             # torch marks this one, and cannot mark a bound method
             module.register_state_dict_post_hook(partial(self.after_state_dict))
             module.register_load_state_dict_pre_hook(self.before_load)
@@ -1065,7 +1065,7 @@ class _StateDicts:
                              f"dict, {tuple(shape)} in the model")
             else:
                 state_dict[key] = self._part(value, tensor, p)
-        wrong = union(wrong, self.dedicated.mesh.groups())
+        wrong = union(wrong, self.dedicated.mesh.process_groups())
         if wrong:
             lines = "\n\t".join(wrong)
             kind = type(module).__name__
@@ -1085,7 +1085,7 @@ class _StateDicts:
         if module is self.outermost:
             self.outermost = None
             for keys in incompatible_keys:  # torch raises by them, or returns them
-                keys[:] = union(map(clean, keys), self.dedicated.mesh.groups())
+                keys[:] = union(map(clean, keys), self.dedicated.mesh.process_groups())
             self.dedicated.refresh()
 
 
@@ -1301,7 +1301,7 @@ def _mesh_group(model: nn.Module) -> dist.ProcessGroup:
     dcp sends objects, which NCCL would copy to the device first.
     """
     if model not in _mesh_groups:
-        groups, device = _groups(model)
+        groups, device = _process_groups(model)
         ranks = sorted(union([dist.get_rank()], groups))
         is_plain = not groups and _dedicated(model) is None
         # private: what torch's object collectives go by

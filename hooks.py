@@ -136,7 +136,7 @@ class ShardMesh:
                            "shards: build another one and load dmuon.full_state_dict(model) into "
                            "it, or use dmuon.save_checkpoint")
 
-    def groups(self) -> list[dist.ProcessGroup]:
+    def process_groups(self) -> list[dist.ProcessGroup]:
         """Those of more than one rank, for what all compute together outside of the schedule."""
         tp = [] if self.tp_mesh is None else [self.tp_mesh.get_group()]
         return [group for group in (self.reduce_group, *tp) if group.size() > 1]
@@ -221,7 +221,7 @@ class DedicatedParam:
         self.full: nn.Parameter | None = None  # made at the first unshard
         # What modules hold between steps: `owned`, but inside `dmuon.unshard` the whole matrix
         self.resting: nn.Parameter | None = None
-        self.waiting: Tensor | None = None  # gradients that `no_sync` has kept from the reduce
+        self.unreduced: Tensor | None = None  # gradients that `no_sync` has kept from the reduce
         self.adopt()
 
     def held(self) -> nn.Parameter:
@@ -288,10 +288,10 @@ class DedicatedParam:
     def keep_gradient(self, dtype: torch.dtype) -> None:
         """Under `no_sync`: it joins those that wait for a reduce, in the reduce's dtype."""
         gradient = self.take_gradient()
-        if gradient is not None and self.waiting is None:
-            self.waiting = gradient.to(dtype)
+        if gradient is not None and self.unreduced is None:
+            self.unreduced = gradient.to(dtype)
         elif gradient is not None:
-            self.waiting.add_(gradient)
+            self.unreduced.add_(gradient)
 
     def add_gradient(self, average: Tensor) -> None:
         """On the owner: to `owned.grad`, as autograd would, with the hooks on the parameter."""
@@ -318,21 +318,21 @@ class Reduce:
         self.params, self.mesh = params, mesh
         self.flat = torch.zeros(sum(p.numel for p in params), dtype=dtype, device=mesh.device)
         for p, view in zip(params, split(self.flat, params)):
-            for gradient in (p.waiting, p.take_gradient()):
+            for gradient in (p.unreduced, p.take_gradient()):
                 if gradient is not None:  # else this rank's data have not used the matrix
                     view.add_(gradient)
-            p.waiting = None
+            p.unreduced = None
         self.works = start_average(self.flat, mesh.reduce_group, params[0].source)
         self.what = f"reduce of {fqns(params)}"
 
     def start_stage_two(self) -> None:
         """Go on to the replicas; a mesh of one dimension has none."""
 
-    def finish(self, keep: bool) -> None:
-        """Wait; the owner takes its averages, or with `keep=False` drops them."""
+    def finish(self, drops: bool = False) -> None:
+        """Wait; the owner takes its averages, or drops them."""
         wait(self.works, self.what)
         for p, average in zip(self.params, split(self.flat, self.params)):
-            if p.is_owner and keep:
+            if p.is_owner and not drops:
                 p.add_gradient(average)
 
 
@@ -374,7 +374,7 @@ class PackedBuffer:
         """What a reduce is for: the matrices that are not frozen."""
         for p in self.params:
             if not p.full.requires_grad:
-                p.waiting = None  # frozen since a micro-batch under `no_sync`
+                p.unreduced = None  # frozen since a micro-batch under `no_sync`
         return [p for p in self.params if p.full.requires_grad]
 
 
@@ -400,14 +400,14 @@ class Landing:
             for buffer, part in zip(buffers, self.parts):
                 self.works += start_broadcast(part, mesh.broadcast_group, buffer.source)
 
-    def finish(self, keep: bool = True) -> None:
-        """Wait, and give the buffers their bytes, unless nobody wants them (`keep=False`).
+    def finish(self, drops: bool = False) -> None:
+        """Wait, and give the buffers their bytes, or drop these, which nobody has used.
 
         See [Note: storage resize and the version counter].
         """
         for buffer in self.buffers:
             wait(self.works, f"broadcast of {fqns(buffer.params)} from shard {buffer.source}")
-        if keep:
+        if not drops:
             flats = [buffer.flat for buffer in self.buffers]
             for flat in flats:
                 flat.untyped_storage().resize_(flat.nbytes)
@@ -480,7 +480,7 @@ class Boundary:
             return
         self.hide()
         while self.landings:  # nobody has used them, but they must end before their memory goes
-            self.landings.pop(0).finish(keep=False)
+            self.landings.pop(0).finish(drops=True)
         for buffer in self.buffers:
             buffer.flat.untyped_storage().resize_(0)
         self.state = BufferState.EMPTY
@@ -531,7 +531,7 @@ class Backward:
         self.walked: set[Record] = set()
         self.in_flight: list[list[Reduce]] = []  # by boundary, in order; two at most
         self.late: list[str] = []  # names of matrices
-        self.keep = True  # False after an exception: gradients that are not there yet are dropped
+        self.raised = False  # an exception: gradients that are not there yet are dropped
 
     def enter(self, boundary: Boundary, end: int | None = None) -> None:
         """Unshard the boundary. `end` is that of its call, to whose output the pass has come.
@@ -572,17 +572,17 @@ class Backward:
         while len(self.closed) < len(self.reduces):
             self._close()
         self._issue_broadcasts(len(self.broadcasts))
-        model.invalidate(resident=self.keep and self._keeps_buffers())
+        model.reshard(buffers_stay=self._keeps_buffers() and not self.raised)
         while self.in_flight:
             self._finish_reduces()
-        if not self.syncs and self.keep:
-            model.keep_gradients(self.reduces)
-        elif not self.syncs:
+        if not self.syncs and self.raised:
             model.drop_gradients()
+        elif not self.syncs:
+            model.keep_gradients(self.reduces)
         model.backward, model.spent = None, True
         if not self.keeps_graph:
             self._spend_records()
-        if self.late and self.keep:  # behind FSDP2's last callback, so that its collectives pair
+        if self.late and not self.raised:  # behind FSDP2's last callback, so that collectives pair
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._refuse_late_gradients)
 
@@ -647,7 +647,7 @@ class Backward:
 
     def _finish_reduces(self) -> None:
         for reduction in self.in_flight.pop(0):
-            reduction.finish(self.keep)
+            reduction.finish(drops=self.raised)
 
 
 class DedicatedModel:
@@ -661,7 +661,7 @@ class DedicatedModel:
         backward                       its first hook               its end, also after an exception
         syncs is False                 `no_sync` is entered         it is left
         unreduced                      a backward in `no_sync`      a backward outside of it
-        resident (in Z2)               a backward in `no_sync`      one outside, or new weights
+        buffers_stay (in Z2)           a backward in `no_sync`      one outside, or new weights
 
     Args:
         model: the root module.
@@ -694,7 +694,7 @@ class DedicatedModel:
         self.backward: Backward | None = None
         self.syncs = True  # a backward reduces
         self.unreduced: dict[Boundary, None] = {}  # boundaries whose gradients wait
-        self.resident = False  # buffers are kept for the next micro-batch
+        self.buffers_stay = False  # for the next micro-batch
         for boundary in self.boundaries:
             boundary.module.register_forward_pre_hook(partial(self.pre_forward, boundary))
             boundary.module.register_forward_hook(partial(self.post_forward, boundary),
@@ -788,7 +788,7 @@ class DedicatedModel:
                      if record.graph() and not record.is_spent]
             oldest = min(alive, default=len(self.records) - 1)
             agreed = torch.tensor(oldest, device=self.mesh.device)
-            for group in self.mesh.groups():
+            for group in self.mesh.process_groups():
                 dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
             self.records = self.records[agreed.item() :]
         return self.records
@@ -796,21 +796,21 @@ class DedicatedModel:
     def _release(self, boundary: Boundary) -> None:
         """Z3 frees the buffers; Z2 keeps those that a backward, or the next micro-batch, needs."""
         awaited = not self.spent and any(boundary in record.started for record in self.records)
-        if (awaited or self.resident) and not self.reshard_after_forward:
+        if (awaited or self.buffers_stay) and not self.reshard_after_forward:
             boundary.hide()
         else:
             boundary.reshard()
 
-    def invalidate(self, resident: bool = False) -> None:
-        """Free every buffer, or hide it: the backward is over, or weights have changed."""
-        self.resident = resident
+    def reshard(self, buffers_stay: bool = False) -> None:
+        """A backward is over, or weights have changed: free every buffer, or only hide it."""
+        self.buffers_stay = buffers_stay
         for boundary in self.boundaries:
-            boundary.hide() if resident else boundary.reshard()
+            boundary.hide() if buffers_stay else boundary.reshard()
 
     def settle(self) -> None:
         """Before all ranks do something together: end what a backward that raised has left."""
         if self.backward is not None and not in_backward():
-            self.backward.keep = False
+            self.backward.raised = True
             self.backward.finish()
 
     def keep_gradients(self, boundaries: list[Boundary]) -> None:
@@ -825,7 +825,7 @@ class DedicatedModel:
         """A backward under `no_sync` has raised: what it and those before it gathered is spoilt."""
         self.unreduced = {}
         for p in self.params.values():
-            p.waiting = None
+            p.unreduced = None
             if p.full is not None:
                 p.full.grad = None
 
@@ -838,16 +838,16 @@ class DedicatedModel:
         """Owned data were loaded: nothing that has copies of them may keep the old ones."""
         self.adopt()
         self.mesh.copy_to_replicas(self.params.values())
-        self.invalidate()
+        self.reshard()
 
-    def start_replicate_broadcasts(self) -> None:
+    def send_new_weights(self) -> None:
         """After a step: the owners' new weights set out to their replicas, in model order."""
-        self.finish_replicate_broadcasts()
+        self.receive_new_weights()
         for boundary in self.boundaries:
             trained = [p for p in boundary.params if p.owned.requires_grad]
             self.mesh.start_replicate_broadcasts(boundary.name, trained)
 
-    def finish_replicate_broadcasts(self, *_: Any) -> None:
+    def receive_new_weights(self, *_: Any) -> None:
         """Before weights are read or written in another way than by a forward."""
         self.mesh.finish_replicate_broadcasts(self.params.values())
 

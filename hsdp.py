@@ -6,8 +6,8 @@ dmuon.py.
 HSDP arranges the ranks as R rows of G: a row shards the model, the rows are replicas of each other,
 and every rank has its own data. A matrix has one owner in all of it: slot s + G r is rank s of row
 r. The ranks of the owner's shard column hold owned data too, because each row broadcasts from its
-own rank of that column; only the owner keeps a gradient and a momentum, and runs Newton-Schulz
-(NS). On a 2 x 4 mesh, for up_proj with owner slot 6:
+own rank of that column, the source; only the owner keeps a gradient and a momentum, and runs
+Newton-Schulz (NS). On a 2 x 4 mesh, for up_proj with owner slot 6:
 
               shard 0      shard 1      shard 2      shard 3
            +------------+------------+------------+------------+  1 stage one: the average
@@ -20,10 +20,10 @@ own rank of that column; only the owner keeps a gradient and a momentum, and run
      1     |            |            |    OWNS    |            |  number is its slot
            +------------+------------+------------+------------+
 
-1. Stage-one reduce: the average over the shard group arrives at the row's rank of the owner's
-   column (one collective, not a chain: every rank of the row has a gradient).
+1. Stage-one reduce, `hooks.Reduce`: the average over the shard group arrives at the row's source
+   (one collective, not a chain: every rank of the row has a gradient).
 2. Stage-two reduce: the average of these over the replicate group arrives at the owner: the divisor
-   is G R in all.
+   is G R in all. The backward starts it right after the next boundary's stage one.
 3. Replicate broadcast: after NS the owner sends the new weights to its R - 1 replicas, behind AdamW
    and the next forward. They land when somebody needs them: before a row broadcast, a state dict,
    `unshard`.
@@ -77,8 +77,8 @@ class ReplicaMesh(ShardMesh):
         self.number = self.shard + self.num_shards * self.replicate
         self.arriving: list[ReplicateBroadcast] = []  # since the last step
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        return [self.replicate_group, *super().groups()]
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        return [self.replicate_group, *super().process_groups()]
 
     def source(self, owner: int) -> int:
         """In each row the rank of the owner's column holds the owner's matrices, too."""
@@ -142,12 +142,12 @@ class TwoStageReduce(Reduce):
             if params[0].is_owner:
                 self.params, self.flat = params, part
 
-    def finish(self, keep: bool) -> None:
-        """Wait for both stages; the owner takes its averages, or with `keep=False` drops them."""
+    def finish(self, drops: bool = False) -> None:
+        """Wait for both stages; the owner takes its averages, or drops them."""
         self.start_stage_two()
         wait(self.works, f"{self.what} over the replicas")
         self.flat = self.flat.clone()  # a view would keep the other slots' parts alive
-        super().finish(keep)
+        super().finish(drops)
 
 
 class ReplicateBroadcast:
@@ -201,7 +201,7 @@ def _demonstrate() -> None:
     reduce = mesh.start_reduce([p], torch.float32)
     wait(reduce.works, "stage one")
     held = [float(rank), reduce.flat[0].item() if p.is_source else "-"]
-    reduce.finish(keep=True)
+    reduce.finish()
     held.append(p.owned.grad[0, 0].item() if p.is_owner else "-")
     p.owned.data.fill_(7 if p.is_owner else 0)  # what a step would do
     held += p.owned.flatten()[:1].tolist()  # a placeholder has none

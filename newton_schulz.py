@@ -228,10 +228,11 @@ def equal_shapes(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
             return id(p)
         return p.shape, p.dtype, getattr(p, "placements", None)
 
-    return batches(parameters, kind)
+    return batches_by(parameters, kind)
 
 
-def batches(parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]) -> list[list[Tensor]]:
+def batches_by(parameters: Iterable[Tensor],
+               kind: Callable[[Tensor], Hashable]) -> list[list[Tensor]]:
     """Parameters of one kind together, up to BATCH_NUMEL elements on this rank."""
     found = []
     last = {}  # by kind, the batch that takes the next one, and its elements

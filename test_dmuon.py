@@ -1781,7 +1781,7 @@ def test_stage_two_overlaps_the_backward(spread):
     def law(rank):
         descriptions = {}
         model = shard(net(), layout="2x2")
-        for group in model._dmuon.mesh.groups():
+        for group in model._dmuon.mesh.process_groups():
             descriptions[group.group_name] = group.group_desc
         loss_of(model, batches(4, 1)[0][rank]).backward()
         with Launches() as launches:

@@ -233,8 +233,8 @@ OPTIONS = {
         "sample_every": (0, number(int, 0), "steps between samples; 0: only at the end"),
         "log_every": (10, number(int, 1), "steps between printed lines"),
         "seed": (0, number(int, 0, 2**31), "of weights and batches"),
-        "profile": ("", str, "folder for torch.profiler's traces, one a rank, from the third step's "
-                    "optimizer to the sixth's, for ui.perfetto.dev"),
+        "profile": ("", str, "folder for torch.profiler's traces, one a rank, from the optimizer "
+                    "of step 3 to that of step 6, for ui.perfetto.dev"),
         "dtype": ("auto", ("auto", *DTYPES), "bfloat16: compute, on float32 weights; auto: "
                   "float32, on CUDA bfloat16"),
         "device": ("auto", ("auto", "cpu", "cuda"), "auto: cuda if there is one"),

@@ -45,10 +45,11 @@ from hooks import DedicatedModel, DedicatedParam, ShardMesh, equalise_group_coun
 from hooks import local, start_broadcast, wait
 from hsdp import ReplicaMesh
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
-from newton_schulz import adjusted_lr, batches_by, equal_shapes, float64_norm, gram_newton_schulz
-from newton_schulz import muon_update, newton_schulz, orthogonalise, sums_grams
-from newton_schulz import tensor_parallel_norms
-from partition import assign_matrices, choose_matrices, clean, ownership_map, slot_coordinate
+from newton_schulz import AdjustLr, adjusted_lr, batches_by, equal_shapes, float64_norm
+from newton_schulz import gram_newton_schulz, muon_update, newton_schulz, orthogonalise
+from newton_schulz import sharded_dim, split_blocks, sums_grams, tensor_parallel_norms
+from partition import Blocks, assign_matrices, choose_matrices, clean, ownership_map
+from partition import slot_coordinate
 
 try:
     import fcntl
@@ -149,6 +150,7 @@ _patch_grad_scaler()
 def dedicate_params(
     model: nn.Module, mesh: DeviceMesh,
     predicate: Callable[[str, nn.Parameter], bool] | None = None, *,
+    blocks: Callable[[str, nn.Parameter], tuple[int, Sequence[int]] | None] | None = None,
     reshard_after_forward: bool = True, replicate_mesh: DeviceMesh | None = None,
     hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
     hook_boundary_strict: bool = True, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
@@ -169,6 +171,10 @@ def dedicate_params(
         predicate: `(fqn, parameter) -> bool` chooses the matrices, (m, n) or stacked (E, m, n).
             None: every matrix of a linear map inside a hook boundary. Frozen parameters are never
             dedicated.
+        blocks: `(fqn, parameter) -> (dim, sizes)` of a matrix that is several in one, q, k and v
+            say: the sizes into which it falls along dim, -2 for the outputs of `nn.Linear`, -1 for
+            weights stored as (in, out). Each is orthogonalised by itself and scaled by its own
+            shape. None, or a callable that returns None: it is one matrix.
         reshard_after_forward: True (Z3) frees full matrices after the forward and broadcasts them
             again for the backward; False (Z2) keeps them. Match what `fully_shard` gets.
         replicate_mesh: the replicate dimension, if `mesh` is the 1-D shard mesh of a 2-D one.
@@ -186,10 +192,10 @@ def dedicate_params(
     Raises:
         TypeError, ValueError: on every rank, before the model is touched, when the mesh has another
             shape, the model was dedicated or sharded before, nothing is chosen, a chosen parameter
-            is no matrix, has no hook boundary or is tied across two, is sharded over two
-            tensor-parallel dimensions or a mesh without names, or the ranks' models differ in
-            names, shapes or owners, or on a tensor-parallel mesh in the values of what is no
-            DTensor.
+            is no matrix, has no hook boundary or is tied across two, does not fall into its blocks
+            or has one that tensor parallelism cuts, is sharded over two tensor-parallel dimensions
+            or a mesh without names, or the ranks' models differ in names, shapes, blocks or owners,
+            or on a tensor-parallel mesh in the values of what is no DTensor.
     """
     _check_call(model, mesh, replicate_mesh, reshard_after_forward, mp_policy)
     groups, device = {"shard": mesh.get_group(mesh.ndim - 1)}, mesh_device(mesh)
@@ -201,13 +207,14 @@ def dedicate_params(
     try:
         _check_untouched(model)
         tp_mesh = _tensor_parallel_mesh(model, mesh, replicate_mesh)
-        matrices = choose_matrices(model, predicate, hook_boundary_predicate, hook_boundary_strict)
+        matrices = choose_matrices(model, predicate, blocks, hook_boundary_predicate,
+                                   hook_boundary_strict)
         owner_of = assign_matrices(matrices, shards * replicas, replicas)
     except Exception as error:  # the peers are told first, or they would wait for this rank
         failure = error
 
     slots = {fqn: slot_coordinate(owner, shards) for fqn, owner in owner_of.items()}
-    lines, checked = _signature(model, slots), groups
+    lines, checked = _signature(model, slots, {m.fqn: m.blocks for m in matrices}), groups
     agreed = dict.fromkeys(groups, lines)
     if tp_mesh is not None:
         agreed["tp"] = lines + _checksums(model.named_parameters(), "seed tp ranks alike")
@@ -220,7 +227,8 @@ def dedicate_params(
     place = (ReplicaMesh if replicas > 1 else ShardMesh)(groups, device, tp_mesh)
     boundaries: dict[nn.Module, list[DedicatedParam]] = {}
     for matrix in matrices:
-        p = DedicatedParam(matrix.fqn, matrix.holders, owner_of[matrix.fqn], place)
+        owner = owner_of[matrix.fqn]
+        p = DedicatedParam(matrix.fqn, matrix.holders, owner, place, matrix.blocks)
         boundaries.setdefault(matrix.boundary, []).append(p)
     dedicated = DedicatedModel(model, boundaries, place, reshard_after_forward, mp_policy)
     for module in {model, *boundaries, *(holder for holder, _ in dedicated.matrices)}:
@@ -345,13 +353,13 @@ def _tensor_parallel_mesh(model: nn.Module, *data_meshes: DeviceMesh | None) -> 
     return found
 
 
-def _signature(model: nn.Module, slots: dict[str, Slot]) -> list[str]:
+def _signature(model: nn.Module, slots: dict[str, Slot], blocks: dict[str, Blocks]) -> list[str]:
     """A line for each tensor of the model: what all ranks must agree on."""
     lines = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        placements = getattr(tensor, "placements", "")
-        lines.append(f"{clean(name)} {tuple(tensor.shape)} {placements} {tensor.dtype} owner "
-                     f"{slots.get(clean(name))}")
+        placements, name = getattr(tensor, "placements", ""), clean(name)
+        lines.append(f"{name} {tuple(tensor.shape)} {placements} {tensor.dtype} owner "
+                     f"{slots.get(name)} blocks {blocks.get(name)}")
     return lines
 
 
@@ -526,8 +534,10 @@ def ownership_table(model: nn.Module) -> str:
     shapes = {fqn: tuple(p.shape) for fqn, p in params.items()}
     layers = {p.fqn: clean(each.name) for each in dedicated.boundaries for p in each.params}
     slots = {fqn: p.owner for fqn, p in params.items()}
+    blocks = {fqn: p.blocks for fqn, p in params.items()}
     num_slots = mesh.num_shards * mesh.num_replicas
-    return ownership_map(shapes, layers, slots, num_slots, num_replicas=mesh.num_replicas)
+    return ownership_map(shapes, layers, slots, num_slots, num_replicas=mesh.num_replicas,
+                         blocks=blocks)
 
 
 @contextmanager
@@ -593,8 +603,10 @@ class Muon(torch.optim.Optimizer):
         momentum: coefficient of the exponential moving average, in [0, 1).
         nesterov: look one step ahead along the momentum.
         weight_decay: of the matrices, decoupled.
-        adjust_lr_fn: "match_rms_adamw" (0.2 sqrt(max(m, n)), Moonlight) or "original"
-            (sqrt(max(1, m / n)), Jordan; None is the same, as in torch).
+        adjust_lr_fn: "match_rms_adamw" (0.2 sqrt(max(m, n)), Moonlight), "original"
+            (sqrt(max(1, m / n)), Jordan; None is the same, as in torch) or a callable
+            `(lr, m, n) -> rate` of an (m, n) matrix. No state dict or checkpoint has a callable:
+            loading keeps the group's own.
         ns_backend: "gram" or "direct"; the same result, "gram" needs fewer FLOPs on long matrices.
             It is not asked for a matrix that tensor parallelism has cut: see
             `newton_schulz.tensor_parallel_newton_schulz`.
@@ -625,7 +637,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
-        adjust_lr_fn: str | None = "match_rms_adamw",
+        adjust_lr_fn: AdjustLr = "match_rms_adamw",
         ns_backend: str = "gram",
         ns_steps: int = 5,
         ns_coefficients: Sequence = POLAR_EXPRESS_COEFFICIENTS,
@@ -697,7 +709,10 @@ class Muon(torch.optim.Optimizer):
 
         What `save_checkpoint` writes knows no ranks.
         """
-        return {**super().state_dict(), "place": _place(self._dedicated.mesh)}
+        state = super().state_dict()
+        groups = [{key: value for key, value in group.items() if not callable(value)}
+                  for group in state["param_groups"]]
+        return {**state, "param_groups": groups, "place": _place(self._dedicated.mesh)}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As torch's.
@@ -712,7 +727,11 @@ class Muon(torch.optim.Optimizer):
                 f"rank is {here}; every rank loads its own, or use dmuon.save_checkpoint and "
                 "load_checkpoint"
             )
+        before = self.param_groups
         super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, before):
+            group.update({key: value for key, value in own.items()
+                          if callable(value) or key == "adjust_lr_fn" and key not in group})
 
     # What it reads changes between steps in ways that a compiled graph does not ask about
     @torch.compiler.disable
@@ -728,6 +747,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         self._dedicated.settle()
         # 1. Matrices that this rank owns; those of one shape are one batch
+        self._blocks = {p.owned: p.blocks for p in self._dedicated.params.values()}
         owned = []
         for group in self.param_groups:
             if group["family"] == "muon":
@@ -735,7 +755,7 @@ class Muon(torch.optim.Optimizer):
                 owned += [(batch, group) for batch in equal_shapes(trained)]
         norms = self._cut_norms(owned)
         for batch, group in owned:
-            self._update(batch, group, norms.get(batch[0]))
+            self.update_matrices(batch, group, norms)
         # 2. Their replicate peers
         self._dedicated.send_new_weights()
         # 3. AdamW, pointed anew at the objects that `load_state_dict` replaces
@@ -750,43 +770,59 @@ class Muon(torch.optim.Optimizer):
             self._dedicated.receive_new_weights()
         return loss
 
-    def _momentum(self, p: nn.Parameter) -> Tensor:
+    def momentum_of(self, p: nn.Parameter) -> Tensor:
         """The matrix's momentum, which starts at zero."""
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
         return self.state[p]["momentum_buffer"]
 
-    def _cut_norms(self, owned: list[tuple[list, dict]]) -> dict[nn.Parameter, Tensor]:
-        """{matrix: norm that Newton-Schulz divides by}, of matrices that no rank has whole.
+    def _cut_norms(self, owned: list[tuple[list, dict]]) -> Iterator[Tensor]:
+        """Norms that Newton-Schulz divides by, of the blocks that no rank has whole, in order.
 
         One all-reduce for all of them. It comes before the updates and must keep none of them, so
         that each is made here on a copy of the momentum, and dropped.
         """
-        cut = {batch[0]: group for batch, group in owned if sums_grams(batch[0])}
-        if not cut:  # on all ranks of the tensor-parallel mesh alike
-            return {}
+        # On all ranks of the tensor-parallel mesh alike
+        cut = [(batch[0], group) for batch, group in owned if sharded_dim(batch[0]) is not None]
 
-        def trial(p: nn.Parameter) -> Tensor:
-            momentum = self._momentum(p).clone()
-            return muon_update([p.grad], [momentum], cut[p]["momentum"], cut[p]["nesterov"])[0]
+        def trials() -> Iterator[Tensor]:
+            for p, group in cut:
+                momentum = self.momentum_of(p).clone()
+                updates = muon_update([p.grad], [momentum], group["momentum"], group["nesterov"])
+                yield from filter(sums_grams, split_blocks(updates[0], self._blocks[p]))
 
-        tp_group = self._dedicated.mesh.tp_mesh.get_group()
-        return dict(zip(cut, tensor_parallel_norms(map(trial, cut), tp_group)))
+        if not any(sums_grams(part) for p, _ in cut for part in split_blocks(p, self._blocks[p])):
+            return iter(())
+        return iter(tensor_parallel_norms(trials(), self._dedicated.mesh.tp_mesh.get_group()))
 
-    def _update(self, batch: list[nn.Parameter], group: dict, norm: Tensor | None) -> None:
-        """Owned matrices of one shape (..., m, n), e.g. (3072, 768), as in `torch.optim.Muon`."""
+    def update_matrices(self, batch: list[nn.Parameter], group: dict,
+                        norms: Iterator[Tensor]) -> None:
+        """Owned matrices of one shape (..., m, n), e.g. (3072, 768), as in `torch.optim.Muon`.
+
+        What a variant of Muon overrides.
+
+        Args:
+            batch: parameters with a gradient.
+            group: theirs, of which `param_groups` has the options.
+            norms: of what tensor parallelism has cut, see `orthogonalise`; taken one by one.
+        """
         gradients = [p.grad for p in batch]
-        momenta = [self._momentum(p) for p in batch]
+        momenta = [self.momentum_of(p) for p in batch]
         updates = muon_update(gradients, momenta, group["momentum"], group["nesterov"])
+        lr, weight_of = float(group["lr"]), {}  # by block of an update
+        for p, update in zip(batch, updates):
+            # foreach on a CPU would round the factor to the weights' dtype
+            local(p).mul_(1 - lr * group["weight_decay"])
+            weights = split_blocks(p, self._blocks[p])
+            weight_of.update(zip(split_blocks(update, self._blocks[p]), weights))
         options = [group[name] for name in NS_OPTIONS]
-        updates = orthogonalise(updates, group["ns_backend"], *options, norm=norm)
-        lr = float(group["lr"])
-        weights = [local(p) for p in batch]
-        for weight in weights:  # foreach on a CPU would round the factor to the weights' dtype
-            weight.mul_(1 - lr * group["weight_decay"])
-        # By the shape of the whole matrix
-        adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *batch[0].shape[-2:])
-        torch._foreach_add_(weights, updates, alpha=-adjusted)
+        for alike in equal_shapes(weight_of):
+            norm = next(norms) if sums_grams(alike[0]) else None
+            steps = orthogonalise(alike, group["ns_backend"], *options, norm=norm)
+            # By the shape of the whole block
+            adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *alike[0].shape[-2:])
+            weights = [local(weight_of[update]) for update in alike]
+            torch._foreach_add_(weights, steps, alpha=-adjusted)
 
 
 def _families(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -804,10 +840,9 @@ def _check_muon_options(options: dict) -> None:
         raise ValueError(f"Muon: momentum must be in [0, 1), not {options['momentum']}")
     # Here, on every rank: in a step only the owners would see a refusal
     newton_schulz(torch.ones(1, 1), *[options[name] for name in NS_OPTIONS])
-    choices = {
-        "adjust_lr_fn": (None, "original", "match_rms_adamw"),
-        "ns_backend": ("gram", "direct"),
-    }
+    choices = {"ns_backend": ("gram", "direct")}
+    if not callable(options["adjust_lr_fn"]):
+        choices["adjust_lr_fn"] = (None, "original", "match_rms_adamw")
     for name, known in choices.items():
         if options[name] not in known:
             raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")
@@ -1279,7 +1314,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         for key, value in saved_options.items():
             if isinstance(options.get(key), Tensor):
                 options[key].fill_(value)
-            elif key != "params":
+            elif key != "params" and not callable(options.get(key)):
                 options[key] = value
     for name, states in rng.items():
         own = states[group.rank() % len(states)].clone()  # torch crashes on a view
@@ -1379,7 +1414,7 @@ def _options(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -
     groups = []
     for group in optimizer.param_groups:
         options = {key: value.item() if isinstance(value, Tensor) else value
-                   for key, value in group.items() if key != "params"}
+                   for key, value in group.items() if key != "params" and not callable(value)}
         groups.append({**options, "params": [names[p] for p in group["params"]]})
     return tuple(groups)
 
@@ -1390,7 +1425,7 @@ def _check_groups(folder: Path, optimizer: torch.optim.Optimizer, ours: tuple[di
     for one, other in itertools.zip_longest(ours, theirs, fillvalue={}):
         differs = any(one.get(key) != other.get(key) for key in ("params", "family"))
         # Schedulers add options, before or after; the optimizer's own are what both must have
-        if differs or optimizer.defaults.keys() - other.keys():
+        if differs or (optimizer.defaults.keys() & one.keys()) - other.keys():
             raise ValueError(f"load_checkpoint: '{folder}' has other groups of parameters, or is "
                              "of another optimizer")
 

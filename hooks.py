@@ -208,10 +208,13 @@ class DedicatedParam:
         holders: every (module, attribute name) that holds the parameter; several when it is tied.
         owner: number of the owner's slot.
         mesh: this rank's place; the matrix moves to its device, a meta parameter stays on meta.
+        blocks: (dim, sizes) of the matrices that the parameter consists of; None: it is one.
     """
 
-    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], owner: int, mesh: ShardMesh):
+    def __init__(self, fqn: str, holders: list[tuple[nn.Module, str]], owner: int, mesh: ShardMesh,
+                 blocks: tuple[int, tuple[int, ...]] | None = None):
         self.fqn, self.holders, self.owner, self.mesh = fqn, holders, owner, mesh
+        self.blocks = blocks
         self.source = mesh.source(owner)
         self.is_source, self.is_owner = self.source == mesh.shard, owner == mesh.number
         held = self.held()

@@ -36,6 +36,7 @@ Nothing comes before this file, and it imports nothing of the project; `partitio
     Polar Express   5   0.8543..1.1233            6e-06
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ from torch.profiler import record_function
 
 Triples = Sequence[Sequence[float]]  # [(a, b, c), ...]
 Coefficients = Sequence[float] | Triples
+AdjustLr = str | Callable[[float, int, int], float] | None  # a callable: (lr, m, n) -> step size
 
 # One triple for all steps; five take singular values from 0.003 on (of a matrix of norm 1) to
 # 0.68..1.20.
@@ -283,8 +285,29 @@ def muon_update(
     return torch._foreach_lerp(gradients, momenta, momentum) if nesterov else momenta
 
 
-def adjusted_lr(lr: float, adjust_lr_fn: str | None, m: int, n: int) -> float:
-    """The step size for an (m, n) matrix, as `torch.optim.Muon` adjusts it."""
+def split_blocks(tensor: Tensor, blocks: tuple[int, Sequence[int]] | None) -> Sequence[Tensor]:
+    """Views of the matrices that a fused one consists of: (dim, sizes), dim -2 or -1.
+
+    Where tensor parallelism has cut along dim these are this rank's, each whole and no DTensor;
+    where it has cut the other dimension they are cut like the matrix.
+    """
+    if blocks is None:
+        return [tensor]
+    dim, sizes = blocks
+    if sharded_dim(tensor) != dim:
+        return tensor.split(sizes, dim)
+    part = -(-tensor.shape[dim] // tensor.device_mesh.size())  # as torch cuts
+    start = part * tensor.device_mesh.get_local_rank()
+    own = [size for size, end in zip(sizes, itertools.accumulate(sizes))
+           if start < end <= start + part]
+    return tensor.to_local().split(own, dim)
+
+
+def adjusted_lr(lr: float, adjust_lr_fn: AdjustLr, m: int, n: int) -> float:
+    """The step size for an (m, n) matrix, as `torch.optim.Muon` adjusts it, or as a callable does.
+    """
+    if callable(adjust_lr_fn):
+        return adjust_lr_fn(lr, m, n)
     if adjust_lr_fn == "match_rms_adamw":
         return lr * 0.2 * math.sqrt(max(m, n))
     return lr * math.sqrt(max(1, m / n))

@@ -46,8 +46,10 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:  # planning needs no torch, and choosing goes by names and shapes, too
     from torch import nn
@@ -57,6 +59,8 @@ UNIT_NUMEL = 65536  # elements; below it a broadcast costs its latency
 FLOAT32_PRICE = 15
 
 Shapes = Mapping[str, Sequence[int]]  # by FQN: {"layers.0.attn.q.weight": (768, 768), ...}
+# A fused matrix falls along a dimension into matrices of these sizes: (-2, (768, 768, 768))
+Blocks = Optional[tuple[int, tuple[int, ...]]]
 
 
 # -------------------------------------------------------------------------------- the assignment
@@ -77,11 +81,26 @@ def ns_flops(shape: Sequence[int], steps: int = 5) -> int:
     return prod(shape[:-2]) * (4 * (1 + restarts) * m * m * n + squares * m**3)
 
 
+def matrix_flops(shapes: Shapes, blocks: Mapping[str, Blocks]) -> dict[str, int]:
+    """FQN -> NS FLOPs; of a fused matrix those of its blocks."""
+    return {name: sum(map(ns_flops, block_shapes(shape, blocks.get(name))))
+            for name, shape in shapes.items()}
+
+
+def block_shapes(shape: Sequence[int], blocks: Blocks) -> list[tuple[int, ...]]:
+    """(2304, 768) in blocks (-2, (768, 768, 768)) is three matrices of (768, 768)."""
+    if blocks is None:
+        return [tuple(shape)]
+    dim, sizes = blocks
+    return [(*shape[:-2], size, shape[-1]) if dim == -2 else (*shape[:-1], size) for size in sizes]
+
+
 def assign_owners(
     shapes: Shapes,  # in model order
     layers: Mapping[str, str],  # FQN -> its hook boundary: {"layers.0.attn.q.weight": "layers.0"}
     num_slots: int,  # G R: ranks that can own a matrix
     num_replicas: int = 1,  # R: slot s + G r is in shard column s
+    blocks: Mapping[str, Blocks] = {},  # of fused matrices
 ) -> dict[str, int]:
     """FQN -> owner slot, in model order; it depends on the arguments only.
 
@@ -98,7 +117,8 @@ def assign_owners(
     # 1. Units: what has one owner and travels in one message.
     units = _pack_units(shapes, layers)
     # 2. Longest processing time (LPT) first; the sort keeps model order among equals.
-    costs = [sum(ns_flops(shapes[name]) for name in unit) for unit in units]
+    flops = matrix_flops(shapes, blocks)
+    costs = [sum(flops[name] for name in unit) for unit in units]
     queue = sorted(zip(costs, units), key=lambda pair: -pair[0])
     # 3. Each to the column and slot that hold fewest units of its layer, then to the least loaded.
     num_shards = num_slots // num_replicas
@@ -173,9 +193,10 @@ def _pack_units(shapes: Shapes, layers: Mapping[str, str]) -> list[list[str]]:
 # ------------------------------------------------------------------------------------ the picture
 
 
-def slot_loads(shapes: Shapes, owners: Mapping[str, int], num_slots: int) -> list[int]:
+def slot_loads(shapes: Shapes, owners: Mapping[str, int], num_slots: int,
+               blocks: Mapping[str, Blocks] = {}) -> list[int]:
     """NS FLOPs of each slot in one optimizer step."""
-    return _per_slot({name: ns_flops(shape) for name, shape in shapes.items()}, owners, num_slots)
+    return _per_slot(matrix_flops(shapes, blocks), owners, num_slots)
 
 
 def _per_slot(values: Mapping[str, float], owners: Mapping[str, int],
@@ -194,6 +215,7 @@ def ownership_map(
     num_slots: int,
     max_width: int = 110,  # characters in a line
     num_replicas: int = 1,  # with several, a slot is named by its coordinate: shard,replicate
+    blocks: Mapping[str, Blocks] = {},
 ) -> str:
     """A row a matrix of one layer, a column a slot; below, the loads.
 
@@ -204,7 +226,7 @@ def ownership_map(
     for name, shape in shapes.items():
         kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", name).removesuffix(".weight")
         rows[f"{kind} {'x'.join(map(str, shape))}"].append(name)
-    loads = slot_loads(shapes, owners, num_slots)
+    loads = slot_loads(shapes, owners, num_slots, blocks)
     head = ["slot (*: in its first layer)", *map(str, range(num_slots))]
     if num_replicas > 1:
         pairs = (slot_coordinate(slot, num_slots // num_replicas) for slot in range(num_slots))
@@ -266,6 +288,7 @@ class Matrix:
     holders: list[tuple[nn.Module, str]]
     boundary: nn.Module
     boundary_name: str
+    blocks: Blocks
 
 
 def clean(name: str) -> str:
@@ -350,12 +373,40 @@ def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
     raise ValueError(f"dedicate_params: parameter '{fqn}' {problem}")
 
 
-def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: Callable | None,
-                    strict: bool) -> list[Matrix]:
+def _check_blocks(fqn: str, parameter: nn.Parameter, blocks: object) -> Blocks:
+    """What the user's `blocks` returned for a matrix, in one form; ValueError if it is wrong."""
+    if blocks is None:
+        return None
+    shape = tuple(parameter.shape)
+    try:
+        dim, sizes = blocks
+        sizes = tuple(map(index, sizes))
+        fits = dim in (-2, -1) and min(sizes) > 0 and sum(sizes) == shape[dim]
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(f"dedicate_params: blocks of '{fqn}' of shape {shape}: {blocks!r}; "
+                         "expected None or (dim, sizes), dim -2 or -1 and sizes that add up to "
+                         "the matrix's along dim")
+    ends = {*accumulate(sizes)}
+    for placement in getattr(parameter, "placements", ()):
+        if placement.is_shard() and placement.dim - parameter.ndim == dim:
+            part = -(-shape[dim] // parameter.device_mesh.size())  # as torch cuts
+            cut = [end for end in range(part, shape[dim], part) if end not in ends]
+            if cut:
+                raise ValueError(f"dedicate_params: blocks of '{fqn}' of shape {shape}: tensor "
+                                 f"parallelism cuts dim {dim} at {cut[0]}, within a block of "
+                                 f"{sizes}; choose another tp, or cut the other dimension")
+    return dim, sizes
+
+
+def choose_matrices(model: nn.Module, predicate: Callable | None, blocks: Callable | None,
+                    is_boundary: Callable | None, strict: bool) -> list[Matrix]:
     """Every matrix that gets an owner, in model order, with its holders and its boundary.
 
     The arguments are those of `dmuon.dedicate_params`. Raises ValueError when nothing is chosen,
-    and names a parameter that is no matrix, has no boundary or is tied across two.
+    and names a parameter that is no matrix, has no boundary or is tied across two, or does not fall
+    into its blocks.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     held: dict[nn.Parameter, list[tuple[str, str]]] = {}  # its (module path, attribute name)s
@@ -378,7 +429,8 @@ def choose_matrices(model: nn.Module, predicate: Callable | None, is_boundary: C
         _check_matrix(fqn, parameter, modules[path])
         boundary = _common_boundary(fqn, places, modules, is_boundary, strict)
         holders = [*dict.fromkeys((modules[p], n) for p, n in places)]
-        matrices.append(Matrix(fqn, parameter, holders, modules[boundary], clean(boundary)))
+        parts = _check_blocks(fqn, parameter, blocks(fqn, parameter) if blocks else None)
+        matrices.append(Matrix(fqn, parameter, holders, modules[boundary], clean(boundary), parts))
     if not matrices:
         names = ", ".join(candidates[:12]) or "none"
         more = ", ..." if len(candidates) > 12 else ""
@@ -393,7 +445,8 @@ def assign_matrices(matrices: list[Matrix], num_slots: int, num_replicas: int) -
     """FQN -> owner slot, of a model's matrices; see `assign_owners`."""
     shapes = {matrix.fqn: tuple(matrix.parameter.shape) for matrix in matrices}
     layers = {matrix.fqn: matrix.boundary_name for matrix in matrices}
-    return assign_owners(shapes, layers, num_slots, num_replicas)
+    blocks = {matrix.fqn: matrix.blocks for matrix in matrices}
+    return assign_owners(shapes, layers, num_slots, num_replicas, blocks)
 
 
 # ------------------------------------------------------------------------------------ the planner

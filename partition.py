@@ -10,10 +10,12 @@ the code as here:
 2. Longest processing time (LPT) first: the units in order of NS FLOPs, not of elements: GPT-2's
    mlp.up costs twice its attn.q and has four times the elements.
 3. Each to the slots that hold fewest units of its layer, and of these to the least loaded: the
-   broadcasts of one layer leave from different ranks. With R replicas (HSDP, hsdp.py) slot s + G r
-   is rank s of row r; the rule goes by shard columns first, because a row broadcasts from columns.
+   broadcasts of one layer leave from different ranks.
 4. Exchanges. The fullest slot and another swap what they own of one layer, while both end below its
    load; rule 3 holds on. LPT alone leaves the fullest of 8 slots 8 % above the mean for GPT-2.
+
+With R replicas (HSDP, hsdp.py) slot s + G r is rank s of row r. Rules 2 to 4 go twice: over the G
+shard columns, because a row broadcasts from columns, then over the R slots of each column.
 
 GPT-2 on 4 slots. A cell says in how many layers the slot owns the row's matrix:
 
@@ -49,7 +51,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 if TYPE_CHECKING:  # planning needs no torch, and choosing goes by names and shapes, too
     from torch import nn
@@ -115,33 +117,48 @@ def assign_owners(
         raise ValueError("shapes and layers must name the same matrices; only one of them has "
                          f"{names[:5]}")
     # 1. Units: what has one owner and travels in one message.
-    units = _pack_units(shapes, layers)
-    # 2. Longest processing time (LPT) first; the sort keeps model order among equals.
     flops = matrix_flops(shapes, blocks)
-    costs = [sum(flops[name] for name in unit) for unit in units]
-    queue = sorted(zip(costs, units), key=lambda pair: -pair[0])
-    # 3. Each to the column and slot that hold fewest units of its layer, then to the least loaded.
-    num_shards = num_slots // num_replicas
-    loads, column_loads = [0] * num_slots, [0] * num_shards
-    # By layer, by slot: the (cost, unit) pairs
-    held = {layer: [[] for _ in range(num_slots)] for layer in layers.values()}
-    for cost, unit in queue:
-        slots = held[layers[unit[0]]]
-        columns = [sum(map(len, slots[s::num_shards])) for s in range(num_shards)]
-        allowed = [s for s in range(num_slots) if columns[s % num_shards] == min(columns)]
-        slot = min(allowed, key=lambda s: (len(slots[s]), loads[s], column_loads[s % num_shards]))
-        loads[slot] += cost
-        column_loads[slot % num_shards] += cost
-        slots[slot].append((cost, unit))
-    # 4. The fullest slot exchanges its part of a layer, while both end below its load.
-    bound = max(sum(loads) / num_slots, max(costs, default=0))
-    while max(loads) > bound and _exchange(held, loads, num_shards):
-        pass
+    units = [Unit(sum(flops[name] for name in names), layers[names[0]], names)
+             for names in _pack_units(shapes, layers)]
+    # 2. Longest processing time (LPT) first; the sort keeps model order among equals.
+    units.sort(key=by_cost)
     owners = {}
-    for slots in held.values():
-        for slot, part in enumerate(slots):
-            owners.update((name, slot) for _, unit in part for name in unit)
+    num_shards = num_slots // num_replicas
+    for column, in_column in enumerate(_spread_units(units, num_shards)):
+        for row, in_slot in enumerate(_spread_units(in_column, num_replicas)):
+            slot = column + num_shards * row
+            owners.update((name, slot) for unit in in_slot for name in unit.names)
     return {name: owners[name] for name in shapes}
+
+
+class Unit(NamedTuple):
+    """What has one owner."""
+
+    cost: int  # NS FLOPs
+    layer: str
+    names: list[str]
+
+
+def by_cost(unit: Unit) -> int:
+    return -unit.cost
+
+
+def _spread_units(units: list[Unit], num_parts: int) -> list[list[Unit]]:
+    """The units, ordered by cost, in parts that are ordered so, too."""
+    loads = [0] * num_parts
+    held = {unit.layer: [[] for _ in loads] for unit in units}  # by layer, by part
+    # 3. Each to the part that holds fewest units of its layer, then to the least loaded.
+    for unit in units:
+        parts = held[unit.layer]
+        part = min(range(num_parts), key=lambda part: (len(parts[part]), loads[part]))
+        loads[part] += unit.cost
+        parts[part].append(unit)
+    # 4. The fullest exchanges what it holds of a layer, while both end below its load.
+    bound = max(sum(loads) / num_parts, max((unit.cost for unit in units), default=0))
+    while max(loads) > bound and _exchange(held, loads):
+        pass
+    return [sorted((unit for parts in held.values() for unit in parts[part]), key=by_cost)
+            for part in range(num_parts)]
 
 
 def slot_coordinate(slot: int, num_shards: int) -> tuple[int, int]:
@@ -149,23 +166,18 @@ def slot_coordinate(slot: int, num_shards: int) -> tuple[int, int]:
     return slot % num_shards, slot // num_shards
 
 
-def _exchange(held: dict[str, list[list[tuple]]], loads: list[int], num_shards: int) -> bool:
-    """Lower the fullest slot by an exchange that keeps rule 3, or return False.
+def _exchange(held: dict[str, list[list[Unit]]], loads: list[int]) -> bool:
+    """Lower the fullest part by an exchange within a layer, which keeps rule 3, or return False.
 
-    The other slot is the emptiest one that has such an exchange.
+    The other part is the emptiest one that has such an exchange.
     """
+    cost = lambda units: sum(unit.cost for unit in units)
     full = max(range(len(loads)), key=loads.__getitem__)
     for other in sorted(range(len(loads)), key=loads.__getitem__):
-        for slots in held.values():
-            give, take = slots[full], slots[other]
-            moved = sum(cost for cost, _ in give) - sum(cost for cost, _ in take)
-            if not 0 < moved < loads[full] - loads[other]:
-                continue
-            here, there = (sum(map(len, slots[s % num_shards :: num_shards]))
-                           for s in (full, other))
-            is_one_column = (full - other) % num_shards == 0
-            if is_one_column or len(give) - len(take) in (0, here - there):
-                slots[full], slots[other] = take, give
+        for parts in held.values():
+            moved = cost(parts[full]) - cost(parts[other])
+            if 0 < moved < loads[full] - loads[other]:
+                parts[full], parts[other] = parts[other], parts[full]
                 loads[full] -= moved
                 loads[other] += moved
                 return True

@@ -359,7 +359,9 @@ def _signature(model: nn.Module, slots: dict[str, Slot], blocks: dict[str, Block
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         placements, name = getattr(tensor, "placements", ""), clean(name)
         lines.append(f"{name} {tuple(tensor.shape)} {placements} {tensor.dtype} owner "
-                     f"{slots.get(name)} blocks {blocks.get(name)}")
+                     f"{slots.get(name)}")
+        if blocks.get(name):
+            lines[-1] += f" blocks {blocks[name]}"
     return lines
 
 
@@ -506,8 +508,8 @@ def owners(model: nn.Module) -> dict[str, Slot]:
 def owned_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """{FQN: parameter} of the matrices that this rank owns.
 
-    After a backward their `.grad` is the averaged gradient. To write to a weight enter `unshard`:
-    on a 2-D mesh the owner's replicas have copies.
+    After a backward that reduces their `.grad` is the averaged gradient. To write to a weight enter
+    `unshard`: on a 2-D mesh the owner's replicas have copies.
     """
     dedicated = _require_dedicated(model, "owned_params")
     dedicated.adopt()

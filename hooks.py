@@ -509,8 +509,9 @@ class Record:
 class Backward:
     """One pass of the autograd engine: two fixed lists, and how far this rank has come in each.
 
-    A boundary is closed when the pass is over with it: its storage is freed, its reduce issued. See
-    [Note: the order of collectives is a contract between ranks].
+    A boundary is closed when the pass is over with it: its storage is freed, its reduce issued, or
+    its gradients kept under `no_sync`. See [Note: the order of collectives is a contract between
+    ranks].
     """
 
     def __init__(self, task_id: int, model: DedicatedModel):

@@ -23,7 +23,7 @@ Newton-Schulz (NS). On a 2 x 4 mesh, for up_proj with owner slot 6:
 1. Stage-one reduce, `hooks.Reduce`: the average over the shard group arrives at the row's source
    (one collective, not a chain: every rank of the row has a gradient).
 2. Stage-two reduce: the average of these over the replicate group arrives at the owner: the divisor
-   is G R in all. The backward starts it right after the next boundary's stage one.
+   is G R in all. The backward starts it right after the next boundary's stage one, or at its end.
 3. Replicate broadcast: after NS the owner sends the new weights to its R - 1 replicas, behind AdamW
    and the next forward. They land when somebody needs them: before a row broadcast, a state dict,
    `unshard`.

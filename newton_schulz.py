@@ -81,6 +81,9 @@ POLAR_EXPRESS_COEFFICIENTS = tuple(
 
 # Elements of a batch; scratch is a few times that, in the same blocks each time
 BATCH_NUMEL = {"cpu": 2**18, "cuda": 2**27}
+# From this d on a symmetric product is made by three of its quarters: 0.8 to 0.9 of the time on a
+# CPU, where smaller ones gain nothing. Not measured on CUDA.
+MIRROR_SIZE = 512
 # Elements of which a norm has a float64 copy at a time
 NORM_NUMEL = {"cpu": 2**16, "cuda": 2**22}
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -319,8 +322,8 @@ def adjusted_lr(lr: float, adjust_lr_fn: AdjustLr, m: int, n: int) -> float:
 def direct_iterations(X: Tensor, triples: Triples) -> Tensor:
     """X (B, m, n) after one step for each triple."""
     for a, b, c in triples:
-        A = torch.bmm(X, X.mT)  # (B, m, m)
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # fused: one rounding instead of three
+        A = symmetric_product(X, X.mT)  # (B, m, m)
+        B = symmetric_product(A, A, A, beta=b, alpha=c)  # fused: one rounding instead of three
         X = torch.baddbmm(X, B, X, beta=a)
     return X
 
@@ -338,7 +341,7 @@ def gram_iterations(
     if restarts is None:
         restarts = default_restarts(X, len(triples))
     for start, end in zip((0, *restarts), (*restarts, len(triples))):
-        R = torch.bmm(X, X.mT)  # (B, m, m)
+        R = symmetric_product(X, X.mT)  # (B, m, m)
         if group is not None:
             dist.all_reduce(R, group=group)
         X = torch.bmm(gram_factor(R, triples[start:end]), X)  # (B, m, n)
@@ -349,17 +352,37 @@ def gram_factor(R: Tensor, triples: Triples) -> Tensor:
     """The Q, (B, m, m) like R = X X^T, for which QX is X after one step for each triple."""
     Q = None
     for t, (a, b, c) in enumerate(triples):
-        Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
+        Z = symmetric_product(R, R, R, beta=b, alpha=c)
         if Q is None:
             Q = Z.clone()
             Q.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
             # a stays out of Z: a product with (aI + Z) is less accurate at low rank
-            Q = torch.baddbmm(Q, Z, Q, beta=a)
+            Q = symmetric_product(Z, Q, Q, beta=a)
         if t + 1 < len(triples):
-            RZ = torch.baddbmm(R, R, Z, beta=a)
-            R = torch.baddbmm(RZ, Z, RZ, beta=a)
+            RZ = symmetric_product(R, Z, R, beta=a)
+            R = symmetric_product(Z, RZ, RZ, beta=a)
     return Q
+
+
+def symmetric_product(A: Tensor, B: Tensor, C: Tensor | None = None, **factors: float) -> Tensor:
+    """A B, or beta C + alpha A B, (B, d, d), where the result is symmetric in exact arithmetic.
+
+    A large one is made by its upper half and its lower right quarter, 3/4 of the products; the
+    quarter that is left is the mirror image of its opposite.
+    """
+    d = A.shape[-2]
+    if d < MIRROR_SIZE or A.requires_grad:  # autograd knows no `out`
+        return torch.bmm(A, B) if C is None else torch.baddbmm(C, A, B, **factors)
+    result, upper, lower = A.new_empty(len(A), d, d), slice(d // 2), slice(d // 2, None)
+    for rows, columns in ((upper, slice(None)), (lower, lower)):
+        operands, out = (A[:, rows], B[:, :, columns]), result[:, rows, columns]
+        if C is None:
+            torch.bmm(*operands, out=out)
+        else:
+            torch.baddbmm(C[:, rows, columns], *operands, **factors, out=out)
+    result[:, lower, upper] = result[:, upper, lower].mT
+    return result
 
 
 @contextmanager

@@ -187,6 +187,33 @@ def largest(O: torch.Tensor) -> float:
     return torch.linalg.matrix_norm(O.double(), 2).max().item()
 
 
+@pytest.fixture(params=["whole products", "halves"])
+def halves(request, monkeypatch):
+    """Both ways of a symmetric product at every size."""
+    monkeypatch.setattr(ns, "MIRROR_SIZE", 2 if request.param == "halves" else 10**9)
+
+
+def test_half_of_a_symmetric_product_is_computed():
+    """From MIRROR_SIZE on 3/4 of the FLOPs of each product with a symmetric result, and no other result."""
+    for shape, f, expected in (
+        ((512, 768), ns.gram_newton_schulz, (1.5 + 2) * 512**2 * 768 + 0.75 * 34 * 512**3),
+        ((512, 513), ns.gram_newton_schulz, 5 * ((1.5 + 2) * 512**2 * 513 + 1.5 * 512**3)),
+        ((768, 512), ns.newton_schulz, 5 * ((1.5 + 2) * 512**2 * 768 + 1.5 * 512**3)),
+        ((511, 768), ns.gram_newton_schulz, 4 * 511**2 * 768 + 34 * 511**3),
+    ):
+        G = gaussian(*shape, dtype=torch.float64)
+        with FlopCounterMode(display=False) as counter:
+            O = f(G)
+        assert counter.get_total_flops() == expected
+        whole = f(G.clone().requires_grad_())  # autograd knows no other way
+        torch.testing.assert_close(O, whole, rtol=0, atol=1e-12)
+        assert whole.requires_grad
+    X = gaussian(2, 513, 520)
+    product = ns.symmetric_product(X, X.mT)
+    assert torch.equal(product, product.mT)
+    torch.testing.assert_close(product, X @ X.mT, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "name, gain, at_one, low, high",
     [("keller", 485, 0.70, 0.682, 1.202), ("you", 493, 0.98, 0.978, 1.145), ("polar_express", 804, 1.02, 0.846, 1.124)],
@@ -202,6 +229,7 @@ def test_ns_coefficients(name, gain, at_one, low, high):
 
 
 @pytest.mark.parametrize("name", SETS)
+@pytest.mark.usefixtures("halves")
 def test_ns_is_the_polynomial_of_the_singular_values(name):
     """NS of U S V^T is U p(S/|G|) V^T, direct and Gram, tall and wide, single and batched."""
     for shape in SHAPES:
@@ -217,6 +245,7 @@ def test_ns_is_the_polynomial_of_the_singular_values(name):
                 torch.testing.assert_close(gram_at_any_shape(G, SETS[name], restarts), exact, rtol=0, atol=atol)
 
 
+@pytest.mark.usefixtures("halves")
 def test_gram_is_direct_for_any_restarts():
     """Every choice of restarts, on every shape, gives the direct iterations' result."""
     choices = [c for k in range(5) for c in itertools.combinations(range(1, 5), k)]
@@ -231,6 +260,7 @@ def test_gram_is_direct_for_any_restarts():
                     assert torch.equal(ns.gram_newton_schulz(G, restarts=restarts), gram)
 
 
+@pytest.mark.usefixtures("halves")
 def test_gram_factor_needs_only_the_sum_of_the_shards_gram_matrices():
     """Q from the summed R of column shards, single or batched, applied to each shard is the whole matrix's NS."""
     X = gaussian(2, 24, 96, dtype=torch.float64)
@@ -247,6 +277,7 @@ def test_gram_factor_needs_only_the_sum_of_the_shards_gram_matrices():
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float16, 2e-2), (torch.bfloat16, 0.1)])
+@pytest.mark.usefixtures("halves")
 def test_sixteen_bit_gram_is_near_float32(dtype, bound):
     """Gram in 16 bits, with the restart that it picks itself, is the direct float32 result to 16-bit accuracy."""
     G = gaussian(64, 256)
@@ -260,6 +291,7 @@ def test_sixteen_bit_gram_is_near_float32(dtype, bound):
 
 
 @pytest.mark.parametrize("kind", HARD)
+@pytest.mark.usefixtures("halves")
 def test_gram_is_stable_with_the_restarts_it_picks(kind):
     """On low-rank and ill-conditioned input no singular value leaves the polynomial's range, in float32 or bfloat16."""
     for shape in ((128, 512), (512, 128), (128, 192), (96, 96)):
@@ -272,6 +304,7 @@ def test_gram_is_stable_with_the_restarts_it_picks(kind):
                 assert O.isfinite().all() and largest(O) < bound, (kind, shape, name, dtype, largest(O))
 
 
+@pytest.mark.usefixtures("halves")
 def test_bfloat16_gram_without_a_restart_blows_up():
     """The restart is needed: without it bfloat16 throws singular values far beyond the range (negative control)."""
     # Worst of 6 shapes x 10 seeds: rank 1 gives 2e3 (Keller), 2e5 (You), 4e9 (Polar Express); 4 equal directions give
@@ -287,6 +320,7 @@ def test_bfloat16_gram_without_a_restart_blows_up():
     "name, low, high, least_cosine",
     [("keller", 0.65, 1.22, 0.97), ("you", 0.95, 1.05, 0.999), ("polar_express", 0.83, 1.14, 0.99)],
 )
+@pytest.mark.usefixtures("halves")
 def test_ns_brings_singular_values_near_one(name, low, high, least_cosine):
     """After five steps on a well-conditioned matrix every singular value is near 1 and the direction is U V^T."""
     G = gaussian(64, 256)
@@ -300,6 +334,7 @@ def test_ns_brings_singular_values_near_one(name, low, high, least_cosine):
 
 
 @pytest.mark.parametrize("f", [ns.newton_schulz, ns.gram_newton_schulz])
+@pytest.mark.usefixtures("halves")
 def test_ns_invariances(f):
     """To the bit: sign is kept, powers of two are ignored, transposition commutes, a batch is its matrices alone."""
     for shape in SHAPES:
@@ -318,6 +353,7 @@ def test_ns_invariances(f):
 
 
 @pytest.mark.parametrize("f", [ns.newton_schulz, ns.gram_newton_schulz])
+@pytest.mark.usefixtures("halves")
 def test_ns_ignores_scale(f):
     """Scales from 1e-20 to 1e30 give one answer, 16-bit iteration included; zero gives zero; below eps it shrinks."""
     G = gaussian(64, 256, seed=5)
@@ -333,6 +369,7 @@ def test_ns_ignores_scale(f):
 
 
 @pytest.mark.parametrize("f", [ns.newton_schulz, ns.gram_newton_schulz])
+@pytest.mark.usefixtures("halves")
 def test_nan_stays_in_its_matrix(f):
     """One NaN or Inf makes its whole matrix NaN, raises nothing and leaves every bit of the other matrices."""
     for shape in ((3, 16, 64), (3, 64, 16), (3, 16, 16)):
@@ -347,6 +384,7 @@ def test_nan_stays_in_its_matrix(f):
 
 
 @pytest.mark.parametrize("f", [ns.newton_schulz, ns.gram_newton_schulz])
+@pytest.mark.usefixtures("halves")
 def test_ns_never_writes_to_its_input(f):
     """The input keeps every bit; the result is new memory, contiguous, of the input's shape and dtype."""
     for shape in ((16, 64), (64, 16), (16, 16), (2, 16, 64), (0, 5), (5, 0), (0, 4, 8), (2, 0, 8)):
@@ -391,6 +429,7 @@ def test_restarts_follow_the_precision():
         torch.backends.mkldnn.matmul.fp32_precision = before
 
 
+@pytest.mark.usefixtures("halves")
 def test_many_steps_stay_stable():
     """Over eight steps the restarts that Gram picks keep bfloat16 and float32 in the polynomial's range."""
     for kind in HARD:
@@ -447,6 +486,7 @@ def test_ns_refuses_bad_restarts(restarts):
 
 
 @pytest.mark.parametrize("limit", [1, 3 * 16 * 24, 2**18])
+@pytest.mark.usefixtures("halves")
 def test_equal_shapes_go_as_batches_with_the_same_bits(limit, monkeypatch):
     """Every matrix is in one batch, of one shape and dtype, in order, within the limit; a batch equals a loop."""
     monkeypatch.setitem(ns.BATCH_NUMEL, "cpu", limit)
@@ -814,9 +854,9 @@ def test_planning_grows_with_the_matrices_times_the_slots():
         kept = {name: shape for name, shape in shapes.items() if int(layers[name].rpartition(".")[2]) < num_layers}
         return calls_of(lambda: partition.assign_owners(kept, {name: layers[name] for name in kept}, num_slots))
 
-    once = work(16, 64)
-    assert 1.5 * once < work(32, 64) < 2.5 * once
-    assert 1.5 * once < work(16, 128) < 2.5 * once
+    once = work(32, 64)
+    assert 1.5 * once < work(64, 64) < 2.5 * once
+    assert 1.5 * once < work(32, 128) < 2.5 * once
     owners = partition.assign_owners(*partition.model_shapes("llama3-405b"), 1024)
     assert len(set(owners.values())) == len(owners) == 882
 
@@ -7348,4 +7388,4 @@ def test_every_file_keeps_its_size_promise():
         documentation = ast.get_docstring(ast.parse("\n".join(lines)), clean=False)
         assert len(documentation.splitlines()) <= 40, name
     assert "@@" not in README
-    assert sum(tokens.values()) <= 37_700
+    assert sum(tokens.values()) <= 37_900

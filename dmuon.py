@@ -42,13 +42,13 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, zero
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hooks import DedicatedModel, DedicatedParam, ShardMesh, equalise_group_counts, in_backward
-from hooks import local, start_broadcast, wait
+from hooks import start_broadcast, wait
 from hsdp import ReplicaMesh
 from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
 from newton_schulz import AdjustLr, adjusted_lr, batches_by, equal_shapes, float64_norm
-from newton_schulz import gram_newton_schulz, muon_update, newton_schulz, orthogonalise
-from newton_schulz import sharded_dim, split_blocks, sums_grams, tensor_parallel_norms
-from partition import Blocks, assign_matrices, choose_matrices, clean, ownership_map
+from newton_schulz import gram_newton_schulz, local, muon_direction, muon_update, newton_schulz
+from newton_schulz import orthogonalise, sharded_dim, split_blocks, tensor_parallel_newton_schulz
+from partition import Blocks, assign_homes, assign_matrices, choose_matrices, clean, ownership_map
 from partition import slot_coordinate
 
 try:
@@ -150,7 +150,7 @@ _patch_grad_scaler()
 def dedicate_params(
     model: nn.Module, mesh: DeviceMesh,
     predicate: Callable[[str, nn.Parameter], bool] | None = None, *,
-    blocks: Callable[[str, nn.Parameter], tuple[int, Sequence[int]] | None] | None = None,
+    blocks: Callable[[str, nn.Parameter], Blocks] | None = None,
     reshard_after_forward: bool = True, replicate_mesh: DeviceMesh | None = None,
     hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
     hook_boundary_strict: bool = True, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
@@ -750,14 +750,16 @@ class Muon(torch.optim.Optimizer):
         self._dedicated.settle()
         # 1. Matrices that this rank owns; those of one shape are one batch
         self._blocks = {p.owned: p.blocks for p in self._dedicated.params.values()}
-        owned = []
+        cut = {}  # by tensor parallelism, so that no rank has all of a block; and the groups
         for group in self.param_groups:
             if group["family"] == "muon":
                 trained = [p for p in group["params"] if p.grad is not None and p.requires_grad]
-                owned += [(batch, group) for batch in equal_shapes(trained)]
-        norms = self._cut_norms(owned)
-        for batch, group in owned:
-            self.update_matrices(batch, group, norms)
+                cut |= {p: group for p in trained if any(
+                    sharded_dim(block) is not None for block in self._split(p, p))}
+                for batch in equal_shapes([p for p in trained if p not in cut]):
+                    self.update_matrices(batch, group)
+        if cut:  # on all ranks of the tensor-parallel mesh alike
+            self._update_cut_matrices(cut)
         # 2. Their replicate peers
         self._dedicated.send_new_weights()
         # 3. AdamW, pointed anew at the objects that `load_state_dict` replaces
@@ -778,27 +780,36 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
         return self.state[p]["momentum_buffer"]
 
-    def _cut_norms(self, owned: list[tuple[list, dict]]) -> Iterator[Tensor]:
-        """Norms that Newton-Schulz divides by, of the blocks that no rank has whole, in order.
+    def _split(self, p: nn.Parameter, tensor: Tensor) -> Sequence[Tensor]:
+        """The blocks of the parameter, or of what has its shape."""
+        return split_blocks(tensor, self._blocks[p])
 
-        One all-reduce for all of them. It comes before the updates and must keep none of them, so
-        that each is made here on a copy of the momentum, and dropped.
-        """
-        # On all ranks of the tensor-parallel mesh alike
-        cut = [(batch[0], group) for batch, group in owned if sharded_dim(batch[0]) is not None]
+    def _update_cut_matrices(self, group_of: dict[nn.Parameter, dict]) -> None:
+        """What `update_matrices` does, of matrices that no rank has whole, by all of them."""
+        mesh, Gs, weights, groups = self._dedicated.mesh.tp_mesh, [], [], []
 
-        def trials() -> Iterator[Tensor]:
-            for p, group in cut:
-                momentum = self.momentum_of(p).clone()
-                updates = muon_update([p.grad], [momentum], group["momentum"], group["nesterov"])
-                yield from filter(sums_grams, split_blocks(updates[0], self._blocks[p]))
+        def direction(p: nn.Parameter, i: int) -> Tensor:
+            how = group_of[p]["momentum"], group_of[p]["nesterov"]
+            (whole,) = muon_direction([p.grad], [self.momentum_of(p)], *how)
+            return self._split(p, whole)[i]
 
-        if not any(sums_grams(part) for p, _ in cut for part in split_blocks(p, self._blocks[p])):
-            return iter(())
-        return iter(tensor_parallel_norms(trials(), self._dedicated.mesh.tp_mesh.get_group()))
+        for p, group in group_of.items():
+            how = group["momentum"], group["nesterov"]
+            muon_update([p.grad], [self.momentum_of(p)], *how)  # the direction is made again
+            local(p).mul_(1 - float(group["lr"]) * group["weight_decay"])
+            for i, block in enumerate(self._split(p, p)):
+                Gs.append(partial(direction, p, i))
+                weights.append(block)
+                groups.append(group)
+        homes = assign_homes([(block.shape, sharded_dim(block)) for block in weights], mesh.size())
+        options = [tuple(group[name] for name in NS_OPTIONS) for group in groups]
+        for i, step in tensor_parallel_newton_schulz(Gs, homes, mesh, options):
+            weight, group = local(weights[i]), groups[i]
+            adjusted = adjusted_lr(float(group["lr"]), group["adjust_lr_fn"],
+                                   *weights[i].shape[-2:])
+            weight.add_(step.view_as(weight), alpha=-adjusted)
 
-    def update_matrices(self, batch: list[nn.Parameter], group: dict,
-                        norms: Iterator[Tensor]) -> None:
+    def update_matrices(self, batch: list[nn.Parameter], group: dict) -> None:
         """Owned matrices of one shape (..., m, n), e.g. (3072, 768), as in `torch.optim.Muon`.
 
         What a variant of Muon overrides.
@@ -806,7 +817,6 @@ class Muon(torch.optim.Optimizer):
         Args:
             batch: parameters with a gradient.
             group: theirs, of which `param_groups` has the options.
-            norms: of what tensor parallelism has cut, see `orthogonalise`; taken one by one.
         """
         gradients = [p.grad for p in batch]
         momenta = [self.momentum_of(p) for p in batch]
@@ -815,13 +825,10 @@ class Muon(torch.optim.Optimizer):
         for p, update in zip(batch, updates):
             # foreach on a CPU would round the factor to the weights' dtype
             local(p).mul_(1 - lr * group["weight_decay"])
-            weights = split_blocks(p, self._blocks[p])
-            weight_of.update(zip(split_blocks(update, self._blocks[p]), weights))
+            weight_of.update(zip(self._split(p, update), self._split(p, p)))
         options = [group[name] for name in NS_OPTIONS]
         for alike in equal_shapes(weight_of):
-            norm = next(norms) if sums_grams(alike[0]) else None
-            steps = orthogonalise(alike, group["ns_backend"], *options, norm=norm)
-            # By the shape of the whole block
+            steps = orthogonalise(alike, group["ns_backend"], *options)
             adjusted = adjusted_lr(lr, group["adjust_lr_fn"], *alike[0].shape[-2:])
             weights = [local(weight_of[update]) for update in alike]
             torch._foreach_add_(weights, steps, alpha=-adjusted)

@@ -57,6 +57,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from newton_schulz import local
+
 # [Note: storage resize and the version counter]
 # Autograd saves the full parameters, which are views of the packed buffer. Freeing the buffer is
 # `untyped_storage().resize_(0)`: the saved views stay, without bytes. Filling it again writes in
@@ -932,12 +934,6 @@ def split(flat: Tensor, params: list[DedicatedParam]) -> list[Tensor]:
     """Views of a flat tensor, one in the shape of each matrix."""
     parts = flat.split([p.numel for p in params])
     return [part.view(p.local_shape) for p, part in zip(params, parts)]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank stores of it, without a graph: of a DTensor its local part."""
-    with torch.no_grad():  # before detach, which inference mode refuses for a DTensor
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 # -------------------------------------------------------------------------------- the demonstration

@@ -50,8 +50,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import record_function
 
-from hooks import DedicatedParam, Reduce, ShardMesh, fqns, local, split, start_average
+from hooks import DedicatedParam, Reduce, ShardMesh, fqns, split, start_average
 from hooks import start_broadcast, wait
+from newton_schulz import local
 
 # [Note: the order on the replicate communicator]
 # It carries two things, in an order that all ranks of a column share. In a backward these are the

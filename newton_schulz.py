@@ -44,8 +44,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 Triples = Sequence[Sequence[float]]  # [(a, b, c), ...]
@@ -169,52 +171,111 @@ def tensor_parallel_norms(Gs: Iterable[DTensor], group: dist.ProcessGroup) -> li
 
 
 def tensor_parallel_newton_schulz(
-    G: DTensor,  # (3072, 768) or (..., 3072, 768) on a 1-D mesh, with `sharded_dim(G)` not None
-    coefficients: Coefficients = POLAR_EXPRESS_COEFFICIENTS,
-    steps: int = 5,
-    eps: float = 1e-30,
-    # float64, or None with a float64 G: all in float64; else R and Q in float32
-    dtype: torch.dtype | None = None,
-    # From `tensor_parallel_norms`, which makes those of many matrices at once
-    norm: Tensor | None = None,
-) -> DTensor:
-    """`gram_newton_schulz` of the whole matrix, of which every rank has a shard; placed as G.
+    # Each makes a (3072, 768) or (B, 3072, 768) with `sharded_dim` not None, the same every time:
+    # not all are there at once
+    Gs: Sequence[Callable[[], DTensor]],
+    homes: Sequence[int],  # a rank of the mesh for each
+    mesh: DeviceMesh,  # the tensor-parallel one
+    # For each (coefficients, steps, eps, dtype) of `newton_schulz`. The dtype is that of what is
+    # gathered; R and Q are float64 if it, or None and G, is, else float32
+    options: Sequence[tuple],
+) -> Iterator[tuple[int, Tensor]]:
+    """`gram_newton_schulz` of matrices of which every rank has a part: (index, this rank's part).
 
-    All ranks of the mesh call it together, and the result is the same on any number of them. With s
-    the sharded and d the other dimension, T ranks and f = (T - 1) / T:
+    The part of one matrix comes as a batch (1, m, n / T).
 
-        s >= d      rank 0          rank 1          The Gram matrix over the long dimension is
-                +---------+     +---------+         the sum of the shards' own. One all-reduce
-                | d X0 s/T|     | d X1 s/T|         gives every rank the factor Q, which it
-                +---------+     +---------+         applies to its shard: G is never gathered.
-                 X0 X0^T  +      X1 X1^T            A rank sends 2 f d^2 elements for each
-                      all-reduce: R, d x d          segment between restarts and does
-                      Q of R on both                34 d^3 + 4 d^2 s/T FLOPs (one segment,
-                   Q X0            Q X1             T = 5 steps).
+    Ownership once more: each matrix has a home among the ranks, which alone does what needs the
+    whole. All ranks call this together. With s the cut and d the other dimension, T ranks, f =
+    (T - 1) / T and X the parts of G / |G|:
 
-        s < d   R would be the large d x d one. All ranks gather the small matrix, run NS on all of
-                it and keep their shard: f s d elements, 4 (1 + k) s^2 d + (34 - 6 k) s^3 FLOPs
-                (direct if d is less than 1.5 s).
+        s >= d   rank 0        rank 1: home        The Gram matrix over the long dimension is the
+              +---------+     +---------+          sum of the parts' own. It is reduced to the
+              | d X0 s/T|     | d X1 s/T|          home, which makes the factor Q of it and
+              +---------+     +---------+          broadcasts it; each rank applies it to its part.
+               X0 X0^T  ------> X1 X1^T            G is never gathered. A rank sends 2 f d^2
+                   reduce R, d x d                 elements, on average; the home does 34 d^3
+              Q X0   <--- Q --- Q X1               FLOPs, and every rank 4 d^2 s/T (five steps).
+                    broadcast
 
-    The Gram way needs no restart, because R, Q and QX are float32 at least, also where the user
-    allows TF32. 16 bits lose a long matrix (0.1 of its norm), and TF32 without a restart leaves
-    singular values of 1.6 in hard ones; a restart would be another all-reduce. A step's norms
-    travel in one float64 all-reduce more. Raises what `newton_schulz` raises.
+        s < d    R would be the large d x d one. The home gathers the small matrix, runs NS and
+                 scatters the parts: 2 f s d / T elements, on average. So, too, with more than five
+                 steps, which need restarts: each would be another reduce and broadcast.
+
+    At most 2 T matrices are in flight: while the homes make the factors of T of them, those of the
+    T before travel. The Gram way needs no restart, because R, Q and QX are float32 at least, also
+    where the user allows TF32. 16 bits lose a long matrix (0.1 of its norm), and TF32 without a
+    restart leaves singular values of 1.6 in hard ones. The norms travel in one float64 all-reduce
+    before. Raises what `newton_schulz` raises.
     """
-    mesh = G.device_mesh
-    if not sums_grams(G):
-        whole = gram_newton_schulz(G.full_tensor(), coefficients, steps, eps, dtype)
-        # Each rank cuts its own shard
-        return distribute_tensor(whole, mesh, G.placements, src_data_rank=None)
     group = mesh.get_group()
-    if norm is None:
-        (norm,) = tensor_parallel_norms([G], group)
-    wide = torch.float64 if (dtype or G.dtype) == torch.float64 else torch.float32
-    is_tall = sharded_dim(G) == -2
-    iterations = partial(gram_iterations, group=group)
-    with full_float32(G):
-        own = _iterate(iterations, G.to_local(), coefficients, steps, eps, wide, norm, is_tall)
-    return DTensor.from_local(own, mesh, G.placements, shape=G.shape, stride=G.stride())
+    norms = tensor_parallel_norms((make() for make in Gs), group)
+    queues = [[i for i, home in enumerate(homes) if home == rank] for rank in range(group.size())]
+    before = []
+    for turn in range(max(map(len, queues))):
+        now = []
+        for i in [queue[turn] for queue in queues if turn < len(queue)]:  # a matrix a home
+            _, steps, *_ = options[i]
+            way = _by_summed_gram if sums_grams(Gs[i]()) and steps <= 5 else _by_gather
+            now.append((i, way(Gs[i], norms[i], homes[i], group, *options[i])))
+        for _ in ("to their homes", "and back"):
+            for _, matrix in now:
+                next(matrix)
+        yield from ((i, next(matrix)) for i, matrix in before)
+        before = now
+    yield from ((i, next(matrix)) for i, matrix in before)
+
+
+def _by_summed_gram(make: Callable[[], DTensor], norm: Tensor, home: int, group: dist.ProcessGroup,
+                    coefficients: Coefficients, steps: int, eps: float,
+                    dtype: torch.dtype | None) -> Iterator[Tensor | None]:
+    """Pauses while R, then Q travels, and yields this rank's part of the result."""
+    triples, G = _checked_triples(coefficients, steps), make()
+    dim, dtype = sharded_dim(G), torch.promote_types(dtype or G.dtype, torch.float32)
+    del G
+
+    def part() -> Tensor:  # of G / |G|: (B, d, s / T)
+        X = _matrices(normalize(make().to_local(), norm, eps, dtype))
+        return X if dim == -1 else X.mT
+
+    X = part()
+    with full_float32(X):
+        R = symmetric_product(X, X.mT)  # (B, d, d), and in its place Q
+    del X
+    work = dist.reduce(R, group=group, group_dst=home, async_op=True)
+    yield
+    work.wait()
+    if group.rank() == home:
+        with full_float32(R), _range(1, R):
+            R = gram_factor(R, triples)
+    work = dist.broadcast(R, group=group, group_src=home, async_op=True)
+    yield
+    work.wait()
+    with full_float32(R):
+        X = torch.bmm(R, part())
+    yield X if dim == -1 else X.mT
+
+
+def _by_gather(make: Callable[[], DTensor], _: Tensor, home: int, group: dist.ProcessGroup,
+               *options) -> Iterator[Tensor | None]:
+    """Pauses while the parts travel, of the matrix, then of the result; yields this rank's."""
+    G = make()
+    dim, size, own = sharded_dim(G), G.shape[sharded_dim(G)], G.to_local().shape
+    most = -(-size // group.size())  # collectives want parts of one size: that of torch's first
+    sent = F.pad(G.to_local().movedim(dim, -1), (0, most - own[dim])).contiguous()  # (..., d, most)
+    parts = [torch.empty_like(sent) for _ in range(group.size())] if group.rank() == home else None
+    del G
+    work = dist.gather(sent, parts, group=group, group_dst=home, async_op=True)
+    yield
+    work.wait()
+    if parts:
+        whole = torch.cat(parts, dim=-1)[..., :size]  # what was added is at the end
+        with _range(1, whole):
+            result = F.pad(gram_newton_schulz(whole, *options), (0, len(parts) * most - size))
+        parts = [part.contiguous() for part in result.chunk(len(parts), dim=-1)]
+    work = dist.scatter(sent, parts, group=group, group_src=home, async_op=True)
+    yield
+    work.wait()
+    yield sent[..., : own[dim]].movedim(-1, dim)
 
 
 # --------------------------------------------------------------------------------- in the optimizer
@@ -223,17 +284,11 @@ def tensor_parallel_newton_schulz(
 def equal_shapes(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Matrices of one shape together, as `orthogonalise` takes them, up to BATCH_NUMEL elements.
 
-    A larger matrix is alone, and so is one that tensor parallelism has cut. On CUDA a batch saves
-    launches. On a CPU small matrices gain (of 16 x 64 thirteen times, of 64 x 256 a half) and large
-    ones do not: a batch of them leaves the cache. The result has the same bits.
+    A larger matrix is alone. On CUDA a batch saves launches. On a CPU small matrices gain (of 16 x
+    64 thirteen times, of 64 x 256 a half) and large ones do not: a batch of them leaves the cache.
+    The result has the same bits.
     """
-
-    def kind(p: Tensor) -> Hashable:
-        if sharded_dim(p) is not None:
-            return id(p)
-        return p.shape, p.dtype, getattr(p, "placements", None)
-
-    return batches_by(parameters, kind)
+    return batches_by(parameters, lambda p: (p.shape, p.dtype, getattr(p, "placements", None)))
 
 
 def batches_by(parameters: Iterable[Tensor],
@@ -244,9 +299,9 @@ def batches_by(parameters: Iterable[Tensor],
     for p in parameters:
         key = kind(p)
         batch, numel = last.get(key, ([], math.inf))
-        numel += _own(p).numel()
+        numel += local(p).numel()
         if numel > BATCH_NUMEL["cuda" if p.is_cuda else "cpu"]:
-            batch, numel = [], _own(p).numel()
+            batch, numel = [], local(p).numel()
             found.append(batch)
         batch.append(p)
         last[key] = batch, numel
@@ -254,24 +309,28 @@ def batches_by(parameters: Iterable[Tensor],
 
 
 def orthogonalise(
-    updates: Sequence[Tensor],  # of `equal_shapes`: [(768, 3072), ...], also DTensors on a 1-D mesh
-    backend: str,  # "gram" or "direct"; not asked for a matrix that tensor parallelism has cut
+    updates: Sequence[Tensor],  # of `equal_shapes`: [(768, 3072), ...]; also DTensors, not cut
+    backend: str,  # "gram" or "direct"
     *options,  # of `newton_schulz`
-    norm: Tensor | None = None,  # of a cut matrix
 ) -> Sequence[Tensor]:
-    """NS by the way that fits; what this rank stores of the results."""
+    """NS of each; of a DTensor what this rank stores of it."""
     first = updates[0]
-    with record_function(f"dmuon.newton_schulz {len(updates)}x({','.join(map(str, first.shape))})"):
-        if sharded_dim(first) is not None:
-            return [tensor_parallel_newton_schulz(first, *options, norm=norm).to_local()]
+    with _range(len(updates), first):
         function = gram_newton_schulz if backend == "gram" else newton_schulz
         if len(updates) == 1:  # no copy of a large matrix
-            return [function(_own(first), *options)]
-        return function(torch.stack([_own(update) for update in updates]), *options).unbind()
+            return [function(local(first), *options)]
+        return function(torch.stack([local(update) for update in updates]), *options).unbind()
 
 
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _range(count: int, first: Tensor) -> record_function:
+    """In a trace: so many matrices of this shape."""
+    return record_function(f"dmuon.newton_schulz {count}x({','.join(map(str, first.shape))})")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank stores of it, without a graph: of a DTensor its local part."""
+    with torch.no_grad():  # before detach, which inference mode refuses for a DTensor
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def muon_update(
@@ -285,6 +344,13 @@ def muon_update(
     With nesterov these are new tensors, one step ahead along the momenta; else the momenta.
     """
     torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+    return muon_direction(gradients, momenta, momentum, nesterov)
+
+
+def muon_direction(
+    gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, nesterov: bool
+) -> Sequence[Tensor]:
+    """What `muon_update` has returned, made again: the gradients are in the momenta already."""
     return torch._foreach_lerp(gradients, momenta, momentum) if nesterov else momenta
 
 
@@ -332,18 +398,12 @@ def gram_iterations(
     X: Tensor,
     triples: Triples,
     restarts: Sequence[int] | None = None,  # None: by precision
-    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The same, with two products of X for each segment between restarts.
-
-    With a group X is a shard (B, m, n / T), and the ranks sum their Gram matrices.
-    """
+    """The same, with two products of X for each segment between restarts."""
     if restarts is None:
         restarts = default_restarts(X, len(triples))
     for start, end in zip((0, *restarts), (*restarts, len(triples))):
         R = symmetric_product(X, X.mT)  # (B, m, m)
-        if group is not None:
-            dist.all_reduce(R, group=group)
         X = torch.bmm(gram_factor(R, triples[start:end]), X)  # (B, m, n)
     return X
 
@@ -445,21 +505,22 @@ def _iterate(
     steps: int,
     eps: float,
     dtype: torch.dtype | None,
-    norm: Tensor | None = None,  # this one and the next are of the whole matrix, if G is a shard
-    is_tall: bool = False,
 ) -> Tensor:
     """The iterations' result for X = G / |G|, which they get as (B, m, n) with m <= n."""
     triples = _checked_triples(coefficients, steps)
     dtype = _checked_dtype(G, eps, dtype)
-    if norm is None:
-        norm, is_tall = float64_norm(G), G.shape[-2] > G.shape[-1]
-    X = normalize(G, norm, eps, dtype).reshape(G.shape[:-2].numel(), *G.shape[-2:])
-    if is_tall:
+    X = _matrices(normalize(G, float64_norm(G), eps, dtype))
+    if G.shape[-2] > G.shape[-1]:
         X = iterations(X.mT, triples).mT
     else:
         X = iterations(X, triples)
     # A transposed view would surprise view(-1) and collectives
     return X.reshape(G.shape).to(G.dtype).contiguous()
+
+
+def _matrices(X: Tensor) -> Tensor:
+    """(..., m, n) as (B, m, n)."""
+    return X[None].flatten(0, -3)
 
 
 def _checked_triples(coefficients: Coefficients, steps: int) -> Triples:
@@ -535,35 +596,17 @@ def _demo_convergence() -> None:
 
 
 def _demo_restart() -> None:
-    """Why 16 bits need a restart: a matrix of four large directions and a floor."""
-    U, V = torch.linalg.qr(torch.randn(128, 4)).Q, torch.linalg.qr(torch.randn(512, 4)).Q
-    X = U @ V.T + 1e-4 * torch.randn(1, 128, 512)
-    X = X / X.norm()
-
-    def largest(dtype, restarts):
-        O = gram_iterations(X.to(dtype), POLAR_EXPRESS_COEFFICIENTS, restarts)
-        high = torch.linalg.svdvals(O.double()).max()
-        print(f"{dtype}, restarts {restarts}: largest singular value {high:.3g}")
-        return high
-
-    print("Four directions and a floor of 1e-4, by Gram")
-    assert largest(torch.float32, ()) < 1.6
-    assert largest(torch.bfloat16, (2,)) < 1.6
-    assert largest(torch.bfloat16, ()) > 500, "without a restart bfloat16 blows up"
-
-
-def _demo_scale() -> None:
-    """One answer at every scale, and zero for zero."""
-    G = torch.randn(128, 512)
-    for scale in (1e-20, 1e30):
-        difference = (gram_newton_schulz(scale * G) - gram_newton_schulz(G)).abs().max()
-        print(f"The matrix times {scale:.0e}: the result differs by {difference:.0e}")
-        assert difference < 1e-4
-    assert not gram_newton_schulz(0 * G).any()
+    """Why 16 bits need a restart: a matrix of rank 1."""
+    X = torch.outer(torch.randn(128), torch.randn(512))
+    X = (X / X.norm()).bfloat16()[None]
+    for restarts, low, high in (((2,), 0.8, 1.6), ((), 500, math.inf)):
+        O = gram_iterations(X, POLAR_EXPRESS_COEFFICIENTS, restarts)
+        largest = torch.linalg.svdvals(O.double()).max()
+        print(f"rank 1 in bfloat16, restarts {restarts}: largest singular value {largest:.3g}")
+        assert low < largest < high, "without a restart bfloat16 blows up"
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     _demo_convergence()
     _demo_restart()
-    _demo_scale()

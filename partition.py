@@ -120,8 +120,6 @@ def assign_owners(
     flops = matrix_flops(shapes, blocks)
     units = [Unit(sum(flops[name] for name in names), layers[names[0]], names)
              for names in _pack_units(shapes, layers)]
-    # 2. Longest processing time (LPT) first; the sort keeps model order among equals.
-    units.sort(key=by_cost)
     owners = {}
     num_shards = num_slots // num_replicas
     for column, in_column in enumerate(_spread_units(units, num_shards)):
@@ -139,12 +137,10 @@ class Unit(NamedTuple):
     names: list[str]
 
 
-def by_cost(unit: Unit) -> int:
-    return -unit.cost
-
-
 def _spread_units(units: list[Unit], num_parts: int) -> list[list[Unit]]:
-    """The units, ordered by cost, in parts that are ordered so, too."""
+    """The units in parts."""
+    # 2. Longest processing time (LPT) first; the sort keeps model order among equals.
+    units = sorted(units, key=lambda unit: -unit.cost)
     loads = [0] * num_parts
     held = {unit.layer: [[] for _ in loads] for unit in units}  # by layer, by part
     # 3. Each to the part that holds fewest units of its layer, then to the least loaded.
@@ -157,8 +153,7 @@ def _spread_units(units: list[Unit], num_parts: int) -> list[list[Unit]]:
     bound = max(sum(loads) / num_parts, max((unit.cost for unit in units), default=0))
     while max(loads) > bound and _exchange(held, loads):
         pass
-    return [sorted((unit for parts in held.values() for unit in parts[part]), key=by_cost)
-            for part in range(num_parts)]
+    return [[unit for parts in held.values() for unit in parts[part]] for part in range(num_parts)]
 
 
 def slot_coordinate(slot: int, num_shards: int) -> tuple[int, int]:
@@ -530,23 +525,35 @@ def step_traffic(
     }
 
 
-def tensor_parallel_cost(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[float, float]:
-    """NS FLOPs of a rank, and elements that it sends for them, for a matrix cut along `dim`.
+def tensor_parallel_cost(shape: Sequence[int], dim: int | None,
+                         ranks: int) -> tuple[float, float, float]:
+    """NS FLOPs of the matrix's home, and of every rank; elements that a rank sends, on average.
 
-    dim is -2, -1 or None: not cut. The two ways are those of
+    dim, along which the matrix is cut, is -2, -1 or None: not cut. The two ways are those of
     `newton_schulz.tensor_parallel_newton_schulz`.
     """
-    share = (ranks - 1) / ranks
+    if dim is None or ranks == 1:
+        return 0, ns_flops(shape), 0
+    long, d, experts, share = shape[dim], shape[-3 - dim], prod(shape[:-2]), (ranks - 1) / ranks
     if not _sums_grams(shape, dim, ranks):
-        return ns_flops(shape), share * prod(shape) if dim else 0
-    long, d, experts = shape[dim], shape[-3 - dim], prod(shape[:-2])
-    flops = 34 * d**3 + 4 * d * d * long / ranks
-    return experts * flops, experts * 2 * share * (d * d + 1)  # the Gram matrix and the norm
+        part = experts * d * -(-long // ranks)
+        return ns_flops(shape), 0, 2 * share * (part + experts)
+    everywhere = experts * 4 * d * d * long / ranks
+    return experts * 34 * d**3, everywhere, 2 * share * experts * (d * d + 1)  # Gram matrix, norm
 
 
 def _sums_grams(shape: Sequence[int], dim: int | None, ranks: int) -> bool:
     """Whether the ranks sum Gram matrices, in float32: the cut dimension is the long one."""
     return dim is not None and ranks > 1 and shape[dim] >= shape[-3 - dim]
+
+
+def assign_homes(cut: Sequence[tuple[Sequence[int], int | None]], ranks: int) -> list[int]:
+    """A tensor-parallel rank for each (shape, dim) of a slot: longest processing time first."""
+    units = [Unit(tensor_parallel_cost(shape, dim, ranks)[0], str(i), [str(i)])
+             for i, (shape, dim) in enumerate(cut)]
+    parts = enumerate(_spread_units(units, ranks))
+    home_of = {unit.layer: rank for rank, part in parts for unit in part}
+    return [home_of[unit.layer] for unit in units]
 
 
 def plan(model: str, shard: int, replicate: int, tp: int, tokens: int) -> Iterator[str]:
@@ -591,7 +598,7 @@ def _plan_traffic(shapes: Shapes, dims: dict, numel: dict, rest: int,
                   mesh: tuple[int, int, int]) -> Iterator[str]:
     shard, replicate, tp = mesh
     costs = [tensor_parallel_cost(shape, dims[name], tp) for name, shape in shapes.items()]
-    sent = sum(elements for _, elements in costs) / (shard * replicate)
+    sent = sum(elements for *_, elements in costs) / (shard * replicate)
     gathered = sum(prod(shape) for name, shape in shapes.items() if dims[name]) * (tp - 1) / tp
     head = ("unshard", "reduce", "replicate", "gather", "tp (NS)")
     yield "elements that a rank sends in a step, on average"
@@ -626,17 +633,22 @@ def _plan_memory(layers: Mapping[str, str], owners: Mapping[str, int], numel: di
 def _plan_flops(shapes: Shapes, dims: dict, owners: Mapping[str, int], own_flops: float,
                 slots: int, tp: int) -> Iterator[str]:
     """`own_flops` are those of a rank's forward and backward."""
-    costs, prices = {}, {}
-    for name, shape in shapes.items():
-        costs[name], _ = tensor_parallel_cost(shape, dims[name], tp)
-        prices[name] = costs[name] * (FLOAT32_PRICE if _sums_grams(shape, dims[name], tp) else 1)
-    flops = _per_slot(costs, owners, slots)
+    flops, prices = [0.0] * slots * tp, [0.0] * slots * tp
+    for slot in range(slots):
+        names = [name for name, owner in owners.items() if owner == slot]
+        homes = assign_homes([(shapes[name], dims[name]) for name in names], tp)
+        for name, home in zip(names, homes):
+            at_home, everywhere, _ = tensor_parallel_cost(shapes[name], dims[name], tp)
+            price = FLOAT32_PRICE if _sums_grams(shapes[name], dims[name], tp) else 1
+            for rank in range(tp):
+                own = everywhere + at_home if rank == home else everywhere
+                flops[slot * tp + rank] += own
+                prices[slot * tp + rank] += own * price
     yield (f"a rank's NS FLOPs: {_spread(flops)}; the slowest: {max(flops) / own_flops:.2%} of its "
            "forward and backward (6 FLOPs a token and active matrix element)")
     if tp > 1:
-        slowest = max(_per_slot(prices, owners, slots)) / own_flops
-        yield (f"  and {slowest:.1%} of its time, if a float32 FLOP, as of summed Gram matrices, "
-               f"takes as long as {FLOAT32_PRICE} of 16 bits")
+        yield (f"  and {max(prices) / own_flops:.1%} of its time, if a float32 FLOP, as of summed "
+               f"Gram matrices, takes as long as {FLOAT32_PRICE} of 16 bits")
 
 
 def _demonstrate() -> None:

@@ -61,7 +61,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import dmuon
-from newton_schulz import adjusted_lr, equal_shapes, muon_update, orthogonalise
+from newton_schulz import adjusted_lr, equal_shapes, local, muon_update, orthogonalise
 from partition import ns_flops, step_traffic
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -629,11 +629,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank stores of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class NaiveMuon(torch.optim.Optimizer):
     """Muon without owners: every rank gathers every matrix and runs all of Newton-Schulz.
 
@@ -1140,7 +1135,7 @@ class Meter(TorchDispatchMode):
     """
 
     TIMES = {"broadcast_": 1, "reduce_": 1, "allreduce_": 2, "_allgather_base_": 1,
-             "_reduce_scatter_base_": 1, "all_gather_into_tensor": 1}
+             "_reduce_scatter_base_": 1, "all_gather_into_tensor": 1, "gather_": 1, "scatter_": 1}
 
     def __init__(self, held: list[Tensor]):
         super().__init__()
@@ -1230,7 +1225,7 @@ class BenchRow:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         held = [*self.model.parameters(), *self.model.buffers(),
                 *(value for value in states if isinstance(value, Tensor))]
-        held = [local(tensor).detach() for tensor in held]
+        held = [*map(local, held)]
         self.optimizer.zero_grad()
         if self.args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()

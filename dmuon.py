@@ -782,13 +782,13 @@ class Muon(torch.optim.Optimizer):
 
     def _split(self, p: nn.Parameter, tensor: Tensor) -> Sequence[Tensor]:
         """The blocks of the parameter, or of what has its shape."""
-        return split_blocks(tensor, self._blocks[p])
+        return split_blocks(tensor, self._blocks.get(p))
 
     def _update_cut_matrices(self, group_of: dict[nn.Parameter, dict]) -> None:
         """What `update_matrices` does, of matrices that no rank has whole, by all of them."""
-        mesh, Gs, weights, groups = self._dedicated.mesh.tp_mesh, [], [], []
+        mesh = self._dedicated.mesh.tp_mesh
 
-        def direction(p: nn.Parameter, i: int) -> Tensor:
+        def direction(p: nn.Parameter, i: int) -> Tensor:  # of its block i
             how = group_of[p]["momentum"], group_of[p]["nesterov"]
             (whole,) = muon_direction([p.grad], [self.momentum_of(p)], *how)
             return self._split(p, whole)[i]
@@ -797,16 +797,14 @@ class Muon(torch.optim.Optimizer):
             how = group["momentum"], group["nesterov"]
             muon_update([p.grad], [self.momentum_of(p)], *how)  # the direction is made again
             local(p).mul_(1 - float(group["lr"]) * group["weight_decay"])
-            for i, block in enumerate(self._split(p, p)):
-                Gs.append(partial(direction, p, i))
-                weights.append(block)
-                groups.append(group)
-        homes = assign_homes([(block.shape, sharded_dim(block)) for block in weights], mesh.size())
-        options = [tuple(group[name] for name in NS_OPTIONS) for group in groups]
-        for i, step in tensor_parallel_newton_schulz(Gs, homes, mesh, options):
-            weight, group = local(weights[i]), groups[i]
-            adjusted = adjusted_lr(float(group["lr"]), group["adjust_lr_fn"],
-                                   *weights[i].shape[-2:])
+        cut = [(p, i, block) for p in group_of for i, block in enumerate(self._split(p, p))]
+        homes = assign_homes([(block.shape, sharded_dim(block)) for *_, block in cut], mesh.size())
+        directions = [partial(direction, p, i) for p, i, _ in cut]
+        options = [[group_of[p][name] for name in NS_OPTIONS] for p, *_ in cut]
+        for i, step in tensor_parallel_newton_schulz(directions, homes, mesh, options):
+            p, _, block = cut[i]
+            weight, lr = local(block), float(group_of[p]["lr"])
+            adjusted = adjusted_lr(lr, group_of[p]["adjust_lr_fn"], *block.shape[-2:])
             weight.add_(step.view_as(weight), alpha=-adjusted)
 
     def update_matrices(self, batch: list[nn.Parameter], group: dict) -> None:

@@ -4246,7 +4246,8 @@ def test_blocks_of_a_fused_matrix_are_matrices_of_their_own(layout, zero, spread
     exact_layout(layout, zero, 3, blocks=fused)
 
 
-def test_a_fused_model_trains_like_the_one_with_separate_matrices(spread):
+@pytest.mark.parametrize("layout", ["4", "2x2"])
+def test_a_fused_model_trains_like_the_one_with_separate_matrices(layout, spread):
     """q, k, v in one Linear, gate and up in one, c_attn as (in, 3 out): the bits of twelve separate ones."""
 
     class Separate(nn.Module):
@@ -4275,7 +4276,7 @@ def test_a_fused_model_trains_like_the_one_with_separate_matrices(spread):
         model = nn.Sequential(Separate(is_fused), nn.Identity())
         boundary = lambda module: isinstance(module, Separate)
         blocks = (lambda fqn, p: sizes[fqn.split(".")[2]]) if is_fused else None
-        mesh, _ = meshes("2x2")
+        mesh, _ = meshes(layout)
         dmuon.dedicate_params(model, mesh, lambda fqn, p: p.ndim == 2, blocks=blocks, hook_boundary_predicate=boundary)
         optimizer = dmuon.Muon(fully_shard(model, mesh=mesh), **OPTIONS)
         generator = torch.Generator().manual_seed(rank)

@@ -2195,9 +2195,10 @@ def test_micro_batches_add_up_however_they_are_reduced(layout, zero, make, reduc
     SelectiveNet has a matrix that only the first micro-batch uses, and one for the last. Newton-Schulz runs once a step
     and matrix.
     """
-    calls, original = [], dmuon.orthogonalise
-    monkeypatch.setattr(dmuon, "orthogonalise", lambda batch, *args, **how: calls.extend(batch) or original(
-        batch, *args, **how))
+    calls = []
+    for name in ("orthogonalise", "tensor_parallel_newton_schulz"):
+        monkeypatch.setattr(dmuon, name, lambda batch, *args, original=getattr(dmuon, name): calls.extend(
+            batch) or original(batch, *args))
     kept = {"each time": (), "at the end": (0, 1, 2), "twice": (0, 2)}[reduced]
 
     def law(rank):

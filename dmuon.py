@@ -48,8 +48,8 @@ from newton_schulz import KELLER_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_C
 from newton_schulz import AdjustLr, adjusted_lr, batches_by, equal_shapes, float64_norm
 from newton_schulz import gram_newton_schulz, local, muon_direction, muon_update, newton_schulz
 from newton_schulz import orthogonalise, sharded_dim, split_blocks, tensor_parallel_newton_schulz
-from partition import Blocks, assign_homes, assign_matrices, choose_matrices, clean, ownership_map
-from partition import slot_coordinate
+from partition import Blocks, assign_homes, assign_matrices, block_shapes, choose_matrices, clean
+from partition import ownership_map, slot_coordinate
 
 try:
     import fcntl
@@ -216,9 +216,11 @@ def dedicate_params(
     slots = {fqn: slot_coordinate(owner, shards) for fqn, owner in owner_of.items()}
     lines, checked = _signature(model, slots, {m.fqn: m.blocks for m in matrices}), groups
     agreed = dict.fromkeys(groups, lines)
-    if tp_mesh is not None:
+    # Not of `tp_mesh`, which a rank that has failed may not know
+    cut_by = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    if cut_by is not None and cut_by.ndim == 1:
         agreed["tp"] = lines + _checksums(model.named_parameters(), "seed tp ranks alike")
-        checked = {"tp": tp_mesh.get_group(), **groups}
+        checked = {"tp": cut_by.get_group(), **groups}
     agree("dedicate_params", agreed, checked, failure)
 
     chosen = {matrix.parameter for matrix in matrices}
@@ -670,7 +672,7 @@ class Muon(torch.optim.Optimizer):
             ns_coefficients=ns_coefficients,
             ns_dtype=ns_dtype,
         )
-        _check_muon_options(self._muon_defaults)
+        _check_muon_options(self._muon_defaults, [])
         self._adamw = torch.optim.AdamW(
             [{"params": []}], adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay
         )
@@ -694,7 +696,9 @@ class Muon(torch.optim.Optimizer):
         matrices, others = _families(params)
         if matrices:
             group = {**self._muon_defaults, **param_group, "params": matrices, "family": "muon"}
-            _check_muon_options(group)
+            shapes = [shape for p in self._dedicated.params.values() if p.owned in {*matrices}
+                      for shape in block_shapes(p.shape, p.blocks)]
+            _check_muon_options(group, shapes)
             super().add_param_group(group)
         if others or not params:  # schedulers count empty groups, too
             group = {**self._adamw.defaults, **param_group, "params": others, "family": "adamw"}
@@ -788,29 +792,32 @@ class Muon(torch.optim.Optimizer):
         """What `update_matrices` does, of matrices that no rank has whole, by all of them."""
         mesh = self._dedicated.mesh.tp_mesh
 
-        def direction(p: nn.Parameter, i: int) -> Tensor:  # of its block i
-            how = group_of[p]["momentum"], group_of[p]["nesterov"]
-            (whole,) = muon_direction([p.grad], [self.momentum_of(p)], *how)
-            return self._split(p, whole)[i]
-
-        for p, group in group_of.items():
+        def direction(group: dict, *of_block: Tensor) -> Tensor:
+            gradient, momentum = ([tensor] for tensor in of_block)
             how = group["momentum"], group["nesterov"]
-            muon_update([p.grad], [self.momentum_of(p)], *how)  # the direction is made again
+            return muon_direction(gradient, momentum, *how)[0]
+
+        blocks, groups, directions = [], [], []
+        for p, group in group_of.items():
+            gradient, momentum = p.grad, self.momentum_of(p)
+            # It is made again, block by block
+            muon_update([gradient], [momentum], group["momentum"], group["nesterov"])
             local(p).mul_(1 - float(group["lr"]) * group["weight_decay"])
-        cut = [(p, i, block) for p in group_of for i, block in enumerate(self._split(p, p))]
-        homes = assign_homes([(block.shape, sharded_dim(block)) for *_, block in cut], mesh.size())
-        directions = [partial(direction, p, i) for p, i, _ in cut]
-        options = [[group_of[p][name] for name in NS_OPTIONS] for p, *_ in cut]
+            for block, *rest in zip(*(self._split(p, t) for t in (p, gradient, momentum))):
+                blocks.append(block)
+                groups.append(group)
+                directions.append(partial(direction, group, *rest))
+        homes = assign_homes([(block.shape, sharded_dim(block)) for block in blocks], mesh.size())
+        options = [[group[name] for name in NS_OPTIONS] for group in groups]
         for i, step in tensor_parallel_newton_schulz(directions, homes, mesh, options):
-            p, _, block = cut[i]
-            weight, lr = local(block), float(group_of[p]["lr"])
-            adjusted = adjusted_lr(lr, group_of[p]["adjust_lr_fn"], *block.shape[-2:])
+            weight, lr = local(blocks[i]), float(groups[i]["lr"])
+            adjusted = adjusted_lr(lr, groups[i]["adjust_lr_fn"], *blocks[i].shape[-2:])
             weight.add_(step.view_as(weight), alpha=-adjusted)
 
     def update_matrices(self, batch: list[nn.Parameter], group: dict) -> None:
         """Owned matrices of one shape (..., m, n), e.g. (3072, 768), as in `torch.optim.Muon`.
 
-        What a variant of Muon overrides.
+        What a variant of Muon overrides; what tensor parallelism has cut does not come here.
 
         Args:
             batch: parameters with a gradient.
@@ -838,18 +845,29 @@ def _families(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[
     return matrices, [p for p in parameters if not is_dedicated(p)]
 
 
-def _check_muon_options(options: dict) -> None:
-    """Raise ValueError or TypeError for what `Muon` documents, naming the option."""
+def _check_muon_options(options: dict, shapes: list[tuple[int, ...]]) -> None:
+    """Raise ValueError or TypeError for what `Muon` documents, naming the option.
+
+    Here, on every rank: in a step only the owners would see a refusal.
+    """
     for name in ("lr", "weight_decay", "eps"):
         if not options[name] >= 0:
             raise ValueError(f"Muon: {name} must be >= 0, not {options[name]}")
     if not 0 <= options["momentum"] < 1:
         raise ValueError(f"Muon: momentum must be in [0, 1), not {options['momentum']}")
-    # Here, on every rank: in a step only the owners would see a refusal
     newton_schulz(torch.ones(1, 1), *[options[name] for name in NS_OPTIONS])
     choices = {"ns_backend": ("gram", "direct")}
     if not callable(options["adjust_lr_fn"]):
         choices["adjust_lr_fn"] = (None, "original", "match_rms_adamw")
+    for m, n in sorted({shape[-2:] for shape in shapes}):
+        try:
+            rate = adjusted_lr(float(options["lr"]), options["adjust_lr_fn"], m, n)
+            is_number = math.isfinite(rate)
+        except Exception as error:
+            rate, is_number = error, False
+        if not is_number:
+            raise ValueError(f"Muon: adjust_lr_fn gives {rate!r} for a ({m}, {n}) matrix; expected "
+                             "a finite number")
     for name, known in choices.items():
         if options[name] not in known:
             raise ValueError(f"Muon: {name} must be one of {known}, not {options[name]!r}")

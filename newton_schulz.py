@@ -207,16 +207,21 @@ def tensor_parallel_newton_schulz(
     restart leaves singular values of 1.6 in hard ones. The norms travel in one float64 all-reduce
     before. Raises what `newton_schulz` raises.
     """
-    group = mesh.get_group()
-    norms = tensor_parallel_norms((make() for make in Gs), group)
+    group, ways = mesh.get_group(), []
+
+    def each() -> Iterator[DTensor]:
+        for make, (_, steps, *_) in zip(Gs, options):
+            G = make()
+            ways.append(_by_summed_gram if sums_grams(G) and steps <= 5 else _by_gather)
+            yield G
+
+    norms = tensor_parallel_norms(each(), group)
     queues = [[i for i, home in enumerate(homes) if home == rank] for rank in range(group.size())]
     before = []
     for turn in range(max(map(len, queues))):
         now = []
         for i in [queue[turn] for queue in queues if turn < len(queue)]:  # a matrix a home
-            _, steps, *_ = options[i]
-            way = _by_summed_gram if sums_grams(Gs[i]()) and steps <= 5 else _by_gather
-            now.append((i, way(Gs[i], norms[i], homes[i], group, *options[i])))
+            now.append((i, ways[i](Gs[i], norms[i], homes[i], group, *options[i])))
         for _ in ("to their homes", "and back"):
             for _, matrix in now:
                 next(matrix)
@@ -268,10 +273,11 @@ def _by_gather(make: Callable[[], DTensor], _: Tensor, home: int, group: dist.Pr
     yield
     work.wait()
     if parts:
-        whole = torch.cat(parts, dim=-1)[..., :size]  # what was added is at the end
-        with _range(1, whole):
-            result = F.pad(gram_newton_schulz(whole, *options), (0, len(parts) * most - size))
-        parts = [part.contiguous() for part in result.chunk(len(parts), dim=-1)]
+        parts = torch.cat(parts, dim=-1)[..., :size]  # what was added is at the end
+        with _range(1, parts):
+            parts = gram_newton_schulz(parts, *options)
+        parts = F.pad(parts, (0, group.size() * most - size)).split(most, dim=-1)
+        parts = [part.contiguous() for part in parts]
     work = dist.scatter(sent, parts, group=group, group_src=home, async_op=True)
     yield
     work.wait()
@@ -362,14 +368,20 @@ def split_blocks(tensor: Tensor, blocks: tuple[int, Sequence[int]] | None) -> Se
     """
     if blocks is None:
         return [tensor]
-    dim, sizes = blocks
-    if sharded_dim(tensor) != dim:
-        return tensor.split(sizes, dim)
-    part = -(-tensor.shape[dim] // tensor.device_mesh.size())  # as torch cuts
-    start = part * tensor.device_mesh.get_local_rank()
-    own = [size for size, end in zip(sizes, itertools.accumulate(sizes))
-           if start < end <= start + part]
-    return tensor.to_local().split(own, dim)
+    (dim, sizes), own, cut = blocks, local(tensor), sharded_dim(tensor)
+    if cut is None:
+        return own.split(sizes, dim)
+    mesh = tensor.device_mesh
+    if cut == dim:
+        part = -(-tensor.shape[dim] // mesh.size())  # as torch cuts
+        start = part * mesh.get_local_rank()
+        ends = itertools.accumulate(sizes)
+        return own.split([n for n, end in zip(sizes, ends) if start < end <= start + part], dim)
+    # Not by DTensor's own split, which inference mode refuses
+    wholes = torch.empty(tensor.shape, device="meta").split(sizes, dim)
+    return [DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=whole.shape,
+                               stride=whole.stride())
+            for part, whole in zip(own.split(sizes, dim), wholes)]
 
 
 def adjusted_lr(lr: float, adjust_lr_fn: AdjustLr, m: int, n: int) -> float:
@@ -428,11 +440,12 @@ def gram_factor(R: Tensor, triples: Triples) -> Tensor:
 def symmetric_product(A: Tensor, B: Tensor, C: Tensor | None = None, **factors: float) -> Tensor:
     """A B, or beta C + alpha A B, (B, d, d), where the result is symmetric in exact arithmetic.
 
-    A large one is made by its upper half and its lower right quarter, 3/4 of the products; the
-    quarter that is left is the mirror image of its opposite.
+    Where autograd is off, as in an optimizer's step, a large one is made by its upper half and its
+    lower right quarter, 3/4 of the products; the quarter that is left is the mirror image of its
+    opposite.
     """
     d = A.shape[-2]
-    if d < MIRROR_SIZE or A.requires_grad:  # autograd knows no `out`
+    if d < MIRROR_SIZE or torch.is_grad_enabled():  # which knows no `out`; nor do functorch's
         return torch.bmm(A, B) if C is None else torch.baddbmm(C, A, B, **factors)
     result, upper, lower = A.new_empty(len(A), d, d), slice(d // 2), slice(d // 2, None)
     for rows, columns in ((upper, slice(None)), (lower, lower)):
@@ -543,6 +556,8 @@ def _checked_triples(coefficients: Coefficients, steps: int) -> Triples:
 
 def _checked_dtype(G: Tensor, eps: float, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of the iteration."""
+    if isinstance(G, DTensor):
+        raise TypeError("G is a DTensor: pass its full_tensor()")
     if G.dtype not in DTYPES:
         raise TypeError(f"G has dtype {G.dtype}: expected one of {DTYPES}; cast it first")
     if G.ndim < 2:

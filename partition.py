@@ -380,21 +380,21 @@ def _check_matrix(fqn: str, parameter: nn.Parameter, module: nn.Module) -> None:
     raise ValueError(f"dedicate_params: parameter '{fqn}' {problem}")
 
 
-def _check_blocks(fqn: str, parameter: nn.Parameter, blocks: object) -> Blocks:
-    """What the user's `blocks` returned for a matrix, in one form; ValueError if it is wrong."""
-    if blocks is None:
-        return None
-    shape = tuple(parameter.shape)
+def _blocks_of(fqn: str, parameter: nn.Parameter, blocks: Callable | None) -> Blocks:
+    """What the user's `blocks` returns for a matrix, in one form; ValueError if it is wrong."""
+    shape, found = tuple(parameter.shape), None
     try:
-        dim, sizes = blocks
+        found = blocks and blocks(fqn, parameter)
+        if found is None:
+            return None
+        dim, sizes = found
         sizes = tuple(map(index, sizes))
-        fits = dim in (-2, -1) and min(sizes) > 0 and sum(sizes) == shape[dim]
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise ValueError(f"dedicate_params: blocks of '{fqn}' of shape {shape}: {blocks!r}; "
-                         "expected None or (dim, sizes), dim -2 or -1 and sizes that add up to "
-                         "the matrix's along dim")
+        if dim not in (-2, -1) or min(sizes) < 1 or sum(sizes) != shape[dim]:
+            raise ValueError("they do not fit")
+    except Exception as error:
+        raise ValueError(f"dedicate_params: blocks of '{fqn}' of shape {shape}: {found!r} "
+                         f"({type(error).__name__}: {error}); expected None or (dim, sizes), dim "
+                         "-2 or -1 and sizes that add up to the matrix's along dim") from error
     ends = {*accumulate(sizes)}
     for placement in getattr(parameter, "placements", ()):
         if placement.is_shard() and placement.dim - parameter.ndim == dim:
@@ -436,7 +436,7 @@ def choose_matrices(model: nn.Module, predicate: Callable | None, blocks: Callab
         _check_matrix(fqn, parameter, modules[path])
         boundary = _common_boundary(fqn, places, modules, is_boundary, strict)
         holders = [*dict.fromkeys((modules[p], n) for p, n in places)]
-        parts = _check_blocks(fqn, parameter, blocks(fqn, parameter) if blocks else None)
+        parts = _blocks_of(fqn, parameter, blocks)
         matrices.append(Matrix(fqn, parameter, holders, modules[boundary], clean(boundary), parts))
     if not matrices:
         names = ", ".join(candidates[:12]) or "none"

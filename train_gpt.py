@@ -1244,6 +1244,7 @@ class BenchRow:
         """Those that this rank runs Newton-Schulz on."""
         return [p for p, state in self.optimizer.state.items() if "momentum_buffer" in state]
 
+    @torch.no_grad()
     def newton_schulz(self, rounds: int = 3) -> dict[str, float]:
         """Newton-Schulz of a step, and its products by plain torch.mm, on the slowest rank.
 

@@ -791,22 +791,16 @@ class Muon(torch.optim.Optimizer):
     def _update_cut_matrices(self, group_of: dict[nn.Parameter, dict]) -> None:
         """What `update_matrices` does, of matrices that no rank has whole, by all of them."""
         mesh = self._dedicated.mesh.tp_mesh
-
-        def direction(group: dict, *of_block: Tensor) -> Tensor:
-            gradient, momentum = ([tensor] for tensor in of_block)
-            how = group["momentum"], group["nesterov"]
-            return muon_direction(gradient, momentum, *how)[0]
-
         blocks, groups, directions = [], [], []
         for p, group in group_of.items():
             gradient, momentum = p.grad, self.momentum_of(p)
-            # It is made again, block by block
-            muon_update([gradient], [momentum], group["momentum"], group["nesterov"])
+            how = group["momentum"], group["nesterov"]
+            muon_update([gradient], [momentum], *how)  # the direction is made again, by block
             local(p).mul_(1 - float(group["lr"]) * group["weight_decay"])
-            for block, *rest in zip(*(self._split(p, t) for t in (p, gradient, momentum))):
+            for block, g, m in zip(*(self._split(p, t) for t in (p, gradient, momentum))):
                 blocks.append(block)
                 groups.append(group)
-                directions.append(partial(direction, group, *rest))
+                directions.append(lambda g=g, m=m, how=how: muon_direction([g], [m], *how)[0])
         homes = assign_homes([(block.shape, sharded_dim(block)) for block in blocks], mesh.size())
         options = [[group[name] for name in NS_OPTIONS] for group in groups]
         for i, step in tensor_parallel_newton_schulz(directions, homes, mesh, options):

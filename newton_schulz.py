@@ -207,15 +207,10 @@ def tensor_parallel_newton_schulz(
     restart leaves singular values of 1.6 in hard ones. The norms travel in one float64 all-reduce
     before. Raises what `newton_schulz` raises.
     """
-    group, ways = mesh.get_group(), []
-
-    def each() -> Iterator[DTensor]:
-        for make, (_, steps, *_) in zip(Gs, options):
-            G = make()
-            ways.append(_by_summed_gram if sums_grams(G) and steps <= 5 else _by_gather)
-            yield G
-
-    norms = tensor_parallel_norms(each(), group)
+    group = mesh.get_group()
+    norms = tensor_parallel_norms((make() for make in Gs), group)
+    ways = [_by_summed_gram if steps <= 5 and sums_grams(make()) else _by_gather
+            for make, (_, steps, *_) in zip(Gs, options)]
     queues = [[i for i, home in enumerate(homes) if home == rank] for rank in range(group.size())]
     before = []
     for turn in range(max(map(len, queues))):
